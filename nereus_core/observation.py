@@ -1,0 +1,57 @@
+"""Observation: what a job tells the controller about one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nereus_core.cluster import Device
+from nereus_core.workload import ModelStage
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """A distribution of token counts, small enough to keep for every step."""
+
+    mean: float
+    p50: float
+    p95: float
+    max: int
+    count: int
+
+    @classmethod
+    def of(cls, counts: list[int] | tuple[int, ...]) -> TokenStats:
+        """Summarise; an empty list gives zeros.
+
+        >>> TokenStats.of([1, 2, 3]).mean
+        2.0
+        """
+        if not counts:
+            return cls(0.0, 0.0, 0.0, 0, 0)
+        values = np.asarray(counts, dtype=np.float64)
+        p50, p95 = np.percentile(values, [50, 95])
+        return cls(float(values.mean()), float(p50), float(p95), int(values.max()), len(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What was seen since the last call; all of it from the job's own clocks and counters."""
+
+    step: int
+    """Last completed RL step, from 0; -1 before the first."""
+    step_s: float
+    """Wall seconds of that step, transitions excluded."""
+    stage_s: Mapping[ModelStage, float]
+    """Wall seconds of each model-stage in that step."""
+    prompt_tokens: TokenStats
+    response_tokens: TokenStats
+    peak_bytes: Mapping[Device, int]
+    healthy: frozenset[Device]
+    draining: frozenset[Device] = field(default_factory=frozenset)
+    """Healthy devices announced to leave soon (spot notices): no plan uses them."""
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Achieved / peak in (0, 1] per operation class, where the backend measures it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The job's own figures (loss, reward, ...), for the report."""

@@ -1,0 +1,175 @@
+"""What an RL algorithm runs, in what order: model-stages, their graph, and the job around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal, Self
+
+from nereus_core.cluster import Cluster
+from nereus_core.model import ModelSpec
+
+
+class Stage(StrEnum):
+    """What a model does in a model-stage."""
+
+    GENERATE = "generate"
+    INFER = "infer"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelStage:
+    """One model in one stage, written ``actor/train``."""
+
+    model: str
+    stage: Stage
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read back what ``str`` wrote; raises ValueError on anything else."""
+        model, _, stage = text.partition("/")
+        if not model or stage not in list(Stage):
+            raise ValueError(f"not a model-stage: {text!r}; expected e.g. 'actor/train'")
+        return cls(model, Stage(stage))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A model-stage in the algorithm's graph."""
+
+    model_stage: ModelStage
+    after: tuple[ModelStage, ...] = ()
+    """Model-stages whose results this one needs within a step."""
+    passes: int = 1
+    """How often the stage runs per step (ReMax generates twice: sampled, then greedy)."""
+    weights_from: ModelStage | None = None
+    """The train stage whose weights this one follows; None when its weights are frozen or own."""
+
+
+Algorithm = Literal["ppo", "grpo", "remax"]
+
+ACTOR_GENERATE = ModelStage("actor", Stage.GENERATE)
+ACTOR_TRAIN = ModelStage("actor", Stage.TRAIN)
+CRITIC_INFER = ModelStage("critic", Stage.INFER)
+CRITIC_TRAIN = ModelStage("critic", Stage.TRAIN)
+REF_INFER = ModelStage("ref", Stage.INFER)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """An algorithm as a graph of model-stages, in a topological order that is also stage order."""
+
+    algorithm: Algorithm
+    nodes: tuple[Node, ...]
+    asynchronous: bool = False
+    """Generation of the next batch overlaps training on the last; the boundary is weight sync."""
+
+    @property
+    def stages(self) -> tuple[ModelStage, ...]:
+        """All model-stages in stage order."""
+        return tuple(n.model_stage for n in self.nodes)
+
+    def node(self, model_stage: ModelStage) -> Node:
+        """Return the node of a model-stage; raises KeyError naming it when there is none."""
+        for node in self.nodes:
+            if node.model_stage == model_stage:
+                return node
+        raise KeyError(f"{model_stage} is not part of {self.algorithm}")
+
+    def followers(self, train: ModelStage) -> tuple[ModelStage, ...]:
+        """Model-stages that take their weights from ``train``."""
+        return tuple(n.model_stage for n in self.nodes if n.weights_from == train)
+
+
+def ppo(*, asynchronous: bool = False) -> Workload:
+    """PPO with a critic (GAE) and a frozen reference."""
+    return Workload(
+        "ppo",
+        (
+            Node(ACTOR_GENERATE, weights_from=ACTOR_TRAIN),
+            Node(REF_INFER, (ACTOR_GENERATE,)),
+            Node(CRITIC_INFER, (ACTOR_GENERATE,), weights_from=CRITIC_TRAIN),
+            Node(CRITIC_TRAIN, (CRITIC_INFER, REF_INFER)),
+            Node(ACTOR_TRAIN, (CRITIC_INFER, REF_INFER)),
+        ),
+        asynchronous,
+    )
+
+
+def _critic_free(algorithm: Algorithm, passes: int, *, asynchronous: bool) -> Workload:
+    return Workload(
+        algorithm,
+        (
+            Node(ACTOR_GENERATE, passes=passes, weights_from=ACTOR_TRAIN),
+            Node(REF_INFER, (ACTOR_GENERATE,)),
+            Node(ACTOR_TRAIN, (REF_INFER,)),
+        ),
+        asynchronous,
+    )
+
+
+def grpo(*, asynchronous: bool = False) -> Workload:
+    """GRPO: group-normalised rewards, no critic."""
+    return _critic_free("grpo", 1, asynchronous=asynchronous)
+
+
+def remax(*, asynchronous: bool = False) -> Workload:
+    """ReMax: the greedy response's reward is the baseline, so generation runs twice."""
+    return _critic_free("remax", 2, asynchronous=asynchronous)
+
+
+ALGORITHMS = {"ppo": ppo, "grpo": grpo, "remax": remax}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes per parameter of each part of a model's state."""
+
+    compute: Literal["float64", "float32", "bfloat16"]
+    param_bytes: int
+    grad_bytes: int
+    moment_bytes: int
+    """Of one Adam moment; there are two."""
+    master_bytes: int = 0
+    """Of a separate full-precision copy, where the optimizer keeps one."""
+
+    @property
+    def train_bytes(self) -> int:
+        """Bytes per parameter that a train stage keeps between steps, gradients not counted."""
+        return self.param_bytes + 2 * self.moment_bytes + self.master_bytes
+
+
+FLOAT64 = Precision("float64", 8, 8, 8)
+FLOAT32 = Precision("float32", 4, 4, 4)
+BFLOAT16_MIXED = Precision("bfloat16", 2, 4, 4, 4)
+PRECISIONS = {p.compute: p for p in (FLOAT64, FLOAT32, BFLOAT16_MIXED)}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The static facts of a running job."""
+
+    workload: Workload
+    models: Mapping[str, ModelSpec]
+    """By the model part of a model-stage: ``actor``, ``critic``, ``ref``."""
+    cluster: Cluster
+    global_batch: int
+    """Sequences (prompts x responses per prompt) in one step; constant for the job's life."""
+    max_prompt_tokens: int
+    max_response_tokens: int
+    precision: Precision = FLOAT32
+    micro_batch: int = 1
+    """Sequences a unit holds in one forward/backward."""
+
+    def model(self, model_stage: ModelStage) -> ModelSpec:
+        """Return the shapes of the model that a stage runs."""
+        return self.models[model_stage.model]
+
+    def on(self, cluster: Cluster) -> Self:
+        """Return the same job on another state of its cluster."""
+        return replace(self, cluster=cluster)
