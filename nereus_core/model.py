@@ -54,7 +54,7 @@ class ModelSpec:
         Raises:
             ModelConfigError: a field is missing, has the wrong type, or names an unknown family.
 
-        Source: field names of transformers 5.x ``configuration_{llama,qwen2,qwen3,mistral,gemma*}``.
+        Source: transformers 5.x ``configuration_{llama,qwen2,qwen3,mistral,gemma*}.py``.
         """
         config, label = _load(source)
         family = config.get("model_type")

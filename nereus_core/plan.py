@@ -127,12 +127,12 @@ class Plan(Mapping[ModelStage, Placement]):
 
 def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     """Say what rules a plan breaks, or return (). Memory is the cost model's matter."""
-    problems = []
+    problems: list[str] = []
     wanted, healthy = set(job.workload.stages), set(job.cluster.healthy)
-    for stage in sorted(wanted - set(plan)):
-        problems.append(f"{stage} has no placement")
-    for stage in sorted(set(plan) - wanted):
-        problems.append(f"{stage} is not part of {job.workload.algorithm}")
+    problems += [f"{stage} has no placement" for stage in sorted(wanted - set(plan))]
+    problems += [
+        f"{stage} is not part of {job.workload.algorithm}" for stage in sorted(set(plan) - wanted)
+    ]
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
         problems += [f"{stage}: {p}" for p in layout_problems(job.model(stage), placement.layout)]

@@ -314,10 +314,11 @@ def needed_elements(
         for name, wanted in shard.items():
             missing = [wanted]
             for held in own[target, name]:
-                missing = [
-                    rest
-                    for box in missing
-                    for rest in ((box,) if (cut := box.intersect(held)) is None else box.minus(cut))
-                ]
+                missing = [rest for box in missing for rest in _outside(box, held)]
             total += sum(box.num_elements for box in missing)
     return total
+
+
+def _outside(box: Box, held: Box) -> tuple[Box, ...]:
+    part = box.intersect(held)
+    return (box,) if part is None else box.minus(part)

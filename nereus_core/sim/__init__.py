@@ -1,1 +1,1 @@
-"""A cluster in memory: for scale, for the contract tier, never as evidence that a primitive works."""
+"""A cluster in memory: for scale and the contract tier, never evidence that a primitive works."""
