@@ -1,4 +1,4 @@
-"""NereusConfig: the one configuration, frozen; an unknown key is an error with the nearest known."""
+"""NereusConfig: the one configuration, frozen; an unknown key names the nearest known one."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Adapters: each translates the four primitives into one framework's calls."""

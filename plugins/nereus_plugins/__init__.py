@@ -1,0 +1,1 @@
+"""Plugins: each turns adaptation on in an existing job."""
