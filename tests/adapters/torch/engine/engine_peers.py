@@ -15,6 +15,7 @@ from nereus_adapters.torch.engine import (
     UnitShard,
     make_unit_groups,
 )
+
 from nereus_core.model import ModelSpec
 from nereus_core.state import Slot
 from nereus_core.workload import Stage
