@@ -24,6 +24,17 @@ from nereus_core.events import (
 PlanJson = Mapping[str, Any]
 
 
+def last_run(path: Path) -> list[tuple[Event, float]]:
+    """Return the events of the last run in a file, from its RunStarted on; [] if there is none."""
+    events: list[tuple[Event, float]] = []
+    for event, at_s in read_events(path):
+        if isinstance(event, RunStarted):
+            events = []
+        if events or isinstance(event, RunStarted):
+            events.append((event, at_s))
+    return events
+
+
 @dataclass(slots=True)
 class TransitionRecord:
     """A transition: its graph, what of it ran, how it ended (None while it runs)."""
