@@ -52,4 +52,4 @@ def _root(
 
 def main() -> None:
     """Run the command line; exits with one of the codes of `outcome`."""
-    app()
+    app(prog_name="nereus")

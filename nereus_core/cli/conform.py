@@ -25,7 +25,7 @@ def conform(
     ] = Tier.CONTRACT,
     select: Annotated[str, typer.Option("-k", help="Only cases that match, as in pytest.")] = "",
 ) -> None:
-    """Hold an adapter to the conformance suite (needs `pip install 'nereus[conformance]'`).
+    """Hold an adapter to the conformance suite (needs the extra `conformance`).
 
     For example:
 

@@ -14,12 +14,12 @@ def explain(run: RunRecord, step: int | None = None) -> Iterator[str]:
 
     Boundaries at which nothing woke the planner are left out unless their step is asked for.
     """
-    for decision in run.decisions:
-        if decision.step == step or (step is None and decision.path != "none"):
-            yield explain_event(decision)
-            for record in run.transitions:
-                if record.started.step == decision.step and decision.admitted:
-                    yield explain_transition(record)
+    for entry in run.story:
+        if isinstance(entry, TransitionRecord):
+            if step in (None, entry.started.step):
+                yield explain_transition(entry)
+        elif entry.step == step or (step is None and entry.path != "none"):
+            yield explain_event(entry)
 
 
 def explain_transition(record: TransitionRecord) -> str:
@@ -38,7 +38,6 @@ def explain_transition(record: TransitionRecord) -> str:
         lines += [f"  {change}" for change in changes(record.plan_before, end.plan)]
         lines += [f"  error: {end.error}"] if end.error else []
     ran = {p.op_id: p for p in record.primitives}
-    names = {str(op["op_id"]): str(op["text"]) for op in started.ops}
     for op in started.ops:
         done = ran.get(op["op_id"])
         if done is None:
@@ -49,7 +48,7 @@ def explain_transition(record: TransitionRecord) -> str:
             )
         lines.append(f"  {op['op_id']}  {op['text']}: {when}")
         lines += [
-            f"      after {names.get(str(e['before']), e['before'])} ({e['kind']}: {e['reason']})"
+            f"      after {e['before']} ({e['kind']}: {e['reason']})"
             for e in started.edges
             if e["after"] == op["op_id"]
         ]
