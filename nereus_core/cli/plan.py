@@ -125,7 +125,7 @@ def _job(
     if precision not in by_name:
         raise ConfigError("--precision", f"got {precision!r}; known: {', '.join(by_name)}")
     spec = ModelSpec.from_hf_config(model)
-    critic = dataclasses.replace(spec, head="value", tied_embeddings=False)
+    critic = spec.as_critic("critic")
     workload = ALGORITHMS[algorithm]()
     models = {s.model: critic if s.model == "critic" else spec for s in workload.stages}
     return Job(workload, models, cluster, batch, prompt, response, by_name[precision], micro_batch)
