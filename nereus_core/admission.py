@@ -98,10 +98,17 @@ def admit(
     upper bound of the transition's cost; small savings and recent transitions are refused first.
 
     Args:
+        step: RL steps completed.
+        trigger: what woke the controller.
         current: the running plan with its prediction; None when it is infeasible.
+        current_plan: the running plan.
+        candidate: what the planner answered.
+        transition: predicted seconds of the whole transition.
         saving: seconds per step, as `CostModel.saving` gives them.
         crossing: when the trigger is expected to cross again.
+        policy: thresholds.
         steps_since_transition: None before the first transition.
+        decision_s: seconds spent on deciding so far, for the record.
     """
     path = "urgent" if current is None else "opportunistic"
     admitted, rule = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial, lru_cache
+from functools import cache, partial
 from itertools import product
 
 from nereus_core.cluster import Device
