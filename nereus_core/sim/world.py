@@ -23,6 +23,7 @@ from nereus_core.state import Route, Shard, Slot
 
 Array = NDArray[Any]
 
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """What one device holds of one unit."""
