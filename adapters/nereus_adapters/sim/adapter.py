@@ -201,7 +201,7 @@ class SimAdapter:
         except BaseException as error:
             for live in fresh:
                 job.discard(live)
-            self._raise_lost(units, error)
+            self._raise_lost(op, units, error)
             raise
         return Receipt(
             op_id=op.op_id,
@@ -264,10 +264,11 @@ class SimAdapter:
                 if other.counters[counter] != value:
                     raise Diverged(names, counter, op)
 
-    def _raise_lost(self, units: UnitMap, error: BaseException) -> None:
-        """Turn an error into UnitLost when a device failed meanwhile."""
-        alive = self.units()
-        if lost := [u for u in units if u not in alive and u not in self._parked]:
+    def _raise_lost(self, op: Primitive, units: UnitMap, error: BaseException) -> None:
+        """Turn an error into UnitLost when a device that takes part failed meanwhile."""
+        alive, part = self.units(), touched(op, units)
+        lost = [u for u in units if u not in alive and not part.isdisjoint(units[u].devices)]
+        if lost := [u for u in lost if u not in self._parked]:
             raise UnitLost(lost, tuple(alive), str(error)) from error
 
     # --- State ----------------------------------------------------------------------------------
