@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+
 from nereus_adapters.torch.engine import (
     Batch,
     LossSpec,
@@ -15,7 +16,6 @@ from nereus_adapters.torch.engine import (
     UnitShard,
     make_unit_groups,
 )
-
 from nereus_core.model import ModelSpec
 from nereus_core.state import Slot
 from nereus_core.workload import Stage

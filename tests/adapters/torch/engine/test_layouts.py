@@ -3,8 +3,8 @@
 import engine_peers as ep
 import numpy as np
 import pytest
-from nereus_adapters.torch.engine import combine
 
+from nereus_adapters.torch.engine import combine
 from nereus_core.layout import Layout
 from nereus_core.state import Slot
 
