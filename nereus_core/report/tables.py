@@ -6,7 +6,7 @@ from html import escape
 
 from nereus_core.events import Decided
 from nereus_core.report.gantt import Arrow, Bar, gantt
-from nereus_core.report.page import Column, Key, badge, figure, fold, lines, table
+from nereus_core.report.page import Column, Key, badge, figure, fold, inset, lines, table
 from nereus_core.report.plots import Series, line_plot
 from nereus_core.report.quantities import amount, changes, number, seconds, share
 from nereus_core.report.record import RunRecord, TransitionRecord
@@ -123,8 +123,7 @@ def _bars(record: TransitionRecord) -> str:
     def draw(width: float) -> str:
         return gantt(width, "Primitives of the transition in time", bars, arrows)
 
-    card = figure("", "", draw, keys, full=True)
-    return card.replace('class="card"', 'class="bare"', 1).replace("<h3></h3>", "", 1)
+    return inset(draw, keys)
 
 
 def comparison(run: RunRecord, baseline: RunRecord) -> str:
