@@ -184,7 +184,7 @@ def _differences(run: RunRecord, baseline: RunRecord, names: list[str]) -> list[
         )  # fmt: skip
     rows.append(
         ["Time in transitions", seconds(run.transition_s), seconds(baseline.transition_s),
-         share(run.transition_s, sums[0] + run.transition_s)]
+         f"{share(run.transition_s, sums[0] + run.transition_s)} of both"]
     )  # fmt: skip
     for name in names:
         pairs = [
