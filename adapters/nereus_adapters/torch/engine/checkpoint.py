@@ -122,8 +122,13 @@ def _convert(source: Path, folder: Path) -> None:
     where: dict[str, Any] = {}
     if source.suffix == ".gguf":
         source, where = source.parent, {"gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where)
-    model.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where)
+    config = loaded.config.to_dict()
+    config.pop("quantization_config", None)  # of the file that was read; its weights are plain now
+    model, state = ModelSpec.from_hf_config(config), loaded.state_dict()
+    tensors = {rule.name: state[rule.name].contiguous() for rule in tensor_rules(model)}
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except (OSError, ValueError):

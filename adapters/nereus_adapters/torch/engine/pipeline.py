@@ -54,7 +54,7 @@ def train_1f1b(model: StageModel, batches: Sequence[Batch], loss: LossSpec) -> t
     for index in range(warm, count):
         left = forward(index, received)
         stages.send_down(left)
-        grad = backward(stages.from_below(left))
+        grad = backward(stages.from_below(flying[0][1]))
         received = stages.from_above(batches[index + 1]) if index + 1 < count else None
         stages.send_up(grad)
     for _ in range(warm):
