@@ -250,9 +250,10 @@ class TransitionFailed(NereusError):
         done: Sequence[object] = (),
         pending: Sequence[object] = (),
         intact: Sequence[object] = (),
+        parked: Sequence[object] = (),
         rolled_back: bool = False,
     ) -> None:
-        self.failed, self.cause = failed, cause
+        self.failed, self.cause, self.parked = failed, cause, tuple(parked)
         self.done, self.pending, self.intact = tuple(done), tuple(pending), tuple(intact)
         self.rolled_back = rolled_back
         end = "the old plan goes on" if rolled_back else f"intact: {_names(intact)}"
