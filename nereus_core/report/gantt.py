@@ -40,7 +40,7 @@ def gantt(width: float, label: str, bars: Sequence[Bar], arrows: Sequence[Arrow]
     end_s = max((max(b.end_s, b.start_s + (b.predicted_s or 0)) for b in ordered), default=0.0)
     scale, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
     top, height = 6, 6 + _PITCH * len(ordered) + 26
-    frame = Frame(width, height, 4, 10, top, 26, (0, end_s * scale * 1.02 or 1.0), (0, 1))
+    frame = Frame(width, height, 10, 10, top, 26, (0, end_s * scale * 1.02 or 1.0), (0, 1))
     parts = x_axis(frame, f"{unit} since the transition began", whole=False)
     at = {bar.key: top + index * _PITCH for index, bar in enumerate(ordered)}
     ends = {bar.key: bar for bar in ordered}
@@ -67,6 +67,6 @@ def _bar(frame: Frame, bar: Bar, y: float, scale: float) -> str:
                           class_="predicted")  # fmt: skip
     took = seconds(bar.end_s - bar.start_s)
     # Text starts at its bar, but never so far right that it is cut.
-    text = fitted(f"{bar.text}  {took}", frame.width - 14)
-    start = max(4.0, min(x, frame.width - 10 - len(text) * 6.1))
+    text = fitted(f"{bar.text}  {took}", frame.width - 20)
+    start = max(10.0, min(x, frame.width - 10 - len(text) * 6.1))
     return titled(shapes + element("text", text, x=start, y=y + 13, class_="bartext"), bar.title)

@@ -57,7 +57,7 @@ def line_plot(
     low = min(low, 0.0) if from_zero else low
     margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     y_range = (low if from_zero else low - margin, high + margin)
-    shown = ticks(*y_range, 4)
+    shown = ticks(*y_range, 5)
     apart = shown[1] - shown[0] if len(shown) > 1 else 1.0
     left = 14 + max(len(tick_text(v, apart)) for v in shown) * CHAR_WIDTH
     x_range = (steps[0], steps[-1]) if len(steps) > 1 else (steps[0] - 1, steps[0] + 1)
@@ -95,7 +95,8 @@ def _line(frame: Frame, steps: Sequence[int], line: Series) -> list[str]:
             runs.append([])
         else:
             runs[-1].append((frame.x(step), frame.y(value)))
-    css = f"line {line.style}{' dashed' if line.dashed else ''}"
+    dense = len(steps) > frame.width / 2
+    css = f"line {line.style}{' dashed' if line.dashed else ''}{' dense' if dense else ''}"
     parts = []
     for run in filter(None, runs):
         if len(run) == 1:

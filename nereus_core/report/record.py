@@ -24,6 +24,17 @@ from nereus_core.events import (
 PlanJson = Mapping[str, Any]
 
 
+def last_run(path: Path) -> list[tuple[Event, float]]:
+    """Return the events of the last run in a file, from its RunStarted on; [] if there is none."""
+    events: list[tuple[Event, float]] = []
+    for event, at_s in read_events(path):
+        if isinstance(event, RunStarted):
+            events = []
+        if events or isinstance(event, RunStarted):
+            events.append((event, at_s))
+    return events
+
+
 @dataclass(slots=True)
 class TransitionRecord:
     """A transition: its graph, what of it ran, how it ended (None while it runs)."""
@@ -44,6 +55,8 @@ class RunRecord:
     """The plan each step ran under, one per entry of ``steps``."""
     decisions: list[Decided] = field(default_factory=list)
     transitions: list[TransitionRecord] = field(default_factory=list)
+    story: list[Decided | TransitionRecord] = field(default_factory=list)
+    """Decisions and transitions in the order in which they came."""
     device_changes: list[DevicesChanged] = field(default_factory=list)
     finished: RunFinished | None = None
     last_at_s: float = 0.0
@@ -82,8 +95,10 @@ class RunRecord:
                 self.plans.append(plan)
             case Decided():
                 self.decisions.append(event)
+                self.story.append(event)
             case TransitionStarted():
                 self.transitions.append(TransitionRecord(event, plan))
+                self.story.append(self.transitions[-1])
             case PrimitiveFinished():
                 for transition in reversed(self.transitions):
                     if transition.started.transition == event.transition:

@@ -44,8 +44,8 @@ def tiles(run: RunRecord) -> str:
         values = [s.metrics[reward] for s in run.steps if reward in s.metrics]
         fifth = max(1, len(values) // 5)
         first, last = sum(values[:fifth]) / fifth, sum(values[-fifth:]) / fifth
-        note = f"first fifth of steps {number(first)}"
-        found.append(tile(number(last), "Mean reward, last fifth", note))
+        note = f"first fifth {number(first)}"
+        found.append(tile(number(last), "Reward, last fifth", note))
     return f'<div class="tiles">{"".join(found)}</div>'
 
 
@@ -109,10 +109,21 @@ def plots(run: RunRecord) -> str:
 
         named = series if len(series) > 1 else []
         keys = [Key("dashed" if s.dashed else "line", s.style, s.name) for s in named]
-        return figure(title, unit, draw, [*keys, *marker_keys(marked)])
+        return figure(title, unit, draw, keys)
 
+    stages = list(dict.fromkeys(stage for s in run.steps for stage in s.stage_s))
+    by_stage = [
+        Series(
+            stage,
+            [s.stage_s[stage] * scale if stage in s.stage_s else None for s in run.steps],
+            _STYLES[i % len(_STYLES)],
+            dashed=i % 2 == 1,
+        )
+        for i, stage in enumerate(stages)
+    ]
     found = [
         plot("Step latency", f"{unit}, transitions not counted", [measured, predicted]),
+        plot("Stage latency", f"{unit} of each model-stage", by_stage),
         plot(
             "Response tokens",
             "tokens per sequence",

@@ -45,7 +45,7 @@ def timeline(
     top = 30 if beside else 38
     height = top + pitch * len(rows) + 24
     frame = Frame(width, height, left, 10, top, 26, (first - 0.5, last + 0.5), (0, 1))
-    parts = list(x_axis(frame, "RL step"))
+    parts = [*x_axis(frame, "RL step"), *_markers(frame, markers, first, last)]
     for index, row in enumerate(rows):
         y = top + index * pitch
         if beside:
@@ -53,7 +53,6 @@ def timeline(
         else:
             parts.append(element("text", row.name, x=0, y=y - 4, class_="row"))
         parts += [_segment(frame, s, y, styles[s.text]) for s in row.segments]
-    parts += _markers(frame, markers, first, last)
     return svg(width, height, label, parts)
 
 
@@ -68,16 +67,16 @@ def _segment(frame: Frame, segment: Segment, y: float, style: str) -> str:
 
 
 def _markers(frame: Frame, markers: Sequence[Marker], first: int, last: int) -> list[str]:
-    parts, free_from = [], 0.0
-    for marker in sorted(markers, key=lambda m: m.step):
-        if not first <= marker.step <= last:
-            continue
+    parts = []
+    shown = sorted((m for m in markers if first <= m.step <= last), key=lambda m: m.step)
+    for index, marker in enumerate(shown):
         x = frame.x(marker.step + 0.5)
         line = element("line", x1=x, x2=x, y1=14, y2=frame.floor, class_=f"mark {marker.kind}")
         parts.append(titled(line + marker_glyph(marker.kind, x, 9), marker.title))
+        after = [frame.x(m.step + 0.5) - 8 for m in shown[index + 1 :] if m.step > marker.step]
         short = marker.title.partition(":")[0]
-        needed = len(short) * CHAR_WIDTH
-        if marker.kind != "transition" and x > free_from and x + 8 + needed < frame.width:
+        if marker.kind != "transition" and x + 8 + len(short) * CHAR_WIDTH < min(
+            [*after, frame.width]
+        ):
             parts.append(element("text", short, x=x + 8, y=13, class_=f"tick {marker.kind}"))
-            free_from = x + 14 + needed
     return parts

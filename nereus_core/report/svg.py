@@ -143,7 +143,7 @@ def x_axis(frame: Frame, label: str, *, whole: bool = True) -> list[str]:
 
 def y_axis(frame: Frame) -> list[str]:
     """Draw horizontal grid lines with their values."""
-    values = ticks(*frame.y_range, 4)
+    values = ticks(*frame.y_range, 5)
     step = values[1] - values[0] if len(values) > 1 else abs(values[0]) or 1.0
     parts = []
     for value in values:

@@ -6,7 +6,7 @@ from html import escape
 
 from nereus_core.events import Decided
 from nereus_core.report.gantt import Arrow, Bar, gantt
-from nereus_core.report.page import Column, Key, badge, figure, fold, lines, table
+from nereus_core.report.page import Column, Key, badge, figure, fold, inset, lines, table
 from nereus_core.report.plots import Series, line_plot
 from nereus_core.report.quantities import amount, changes, number, seconds, share
 from nereus_core.report.record import RunRecord, TransitionRecord
@@ -123,8 +123,7 @@ def _bars(record: TransitionRecord) -> str:
     def draw(width: float) -> str:
         return gantt(width, "Primitives of the transition in time", bars, arrows)
 
-    card = figure("", "", draw, keys, full=True)
-    return card.replace('class="card"', 'class="bare"', 1).replace("<h3></h3>", "", 1)
+    return inset(draw, keys)
 
 
 def comparison(run: RunRecord, baseline: RunRecord) -> str:
@@ -185,7 +184,7 @@ def _differences(run: RunRecord, baseline: RunRecord, names: list[str]) -> list[
         )  # fmt: skip
     rows.append(
         ["Time in transitions", seconds(run.transition_s), seconds(baseline.transition_s),
-         share(run.transition_s, sums[0] + run.transition_s)]
+         f"{share(run.transition_s, sums[0] + run.transition_s)} of both"]
     )  # fmt: skip
     for name in names:
         pairs = [

@@ -167,7 +167,8 @@ def record_run(path: Path, *, adapt: bool = True, steps: int = 30) -> Path:
             log.emit(
                 StepObserved(
                     step, step_s, None if step == 0 else base_s,
-                    dict.fromkeys(plan, step_s / 3), tokens, tokens * 1.5, 48.0,
+                    {s: step_s * w for s, w in zip(plan, (0.5, 0.1, 0.4), strict=True)},
+                    tokens, tokens * 1.5, 48.0,
                     {d: int((0.9 + 0.02 * step + 0.1 * i) * 2**30)
                      for i, d in enumerate(healthy)},
                     healthy,
