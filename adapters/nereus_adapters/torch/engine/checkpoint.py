@@ -124,7 +124,9 @@ def _convert(source: Path, folder: Path) -> None:
         source, where = source.parent, {"gguf_file": source.name}
     loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where)
     config = loaded.config.to_dict()
-    config.pop("quantization_config", None)  # of the file that was read; its weights are plain now
+    # Of the file that was read, and its path: the weights are plain now, and here.
+    for key in ("quantization_config", "_name_or_path"):
+        config.pop(key, None)
     model, state = ModelSpec.from_hf_config(config), loaded.state_dict()
     tensors = {rule.name: state[rule.name].contiguous() for rule in tensor_rules(model)}
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})

@@ -108,7 +108,11 @@ class Group:
             self._wait("barrier", lambda pg: pg.barrier())
 
     def close(self) -> None:
-        """Give up connections; pending operations of other members fail."""
+        """Give up connections; operations of other members that wait for this one fail at once.
+
+        To be called by the thread that communicates: gloo does not interrupt an operation that
+        another thread of this process waits for.
+        """
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()

@@ -203,6 +203,10 @@ class UnitShard:
         self._ready()
         if self.model.head != "lm":
             raise NereusError(f"{self.model.name} has a value head; it generates nothing.")
+        if len(seeds) != len(prompts):
+            raise NereusError(f"{len(prompts)} prompts and {len(seeds)} seeds; one each is needed.")
+        if not greedy and temperature <= 0:
+            raise NereusError(f"temperature {temperature:g} is not positive; use greedy=True.")
         if not prompts:
             return Generated([], [])
         sampling = Sampling(max_new_tokens, temperature, eos_id, greedy)
@@ -224,7 +228,9 @@ class UnitShard:
         wide = torch.promote_types(self._dtype, torch.float32)
         found = torch.zeros(batch.tokens.shape, dtype=wide, device=self.device)
         start = 0
-        for rows, hidden in sweep(self._module, batch.micro_batches(micro_batch or len(batch))):
+        for rows, hidden in sweep(
+            self._module, batch.micro_batches(micro_batch or max(1, len(batch)))
+        ):
             states, mask = response_hidden(hidden, rows)
             with torch.no_grad():
                 scores = (
@@ -249,8 +255,9 @@ class UnitShard:
             Metrics, identical everywhere.
 
         Raises:
-            WaitTimeout, PeerLost: nothing was changed on this rank. Ranks of an intact unit agree
-            on whether the step was done; units may not, ``counters["step"]`` tells.
+            WaitTimeout, PeerLost: nothing was changed on this rank; close its groups, so that those
+                who wait for it fail too. Ranks of an intact unit agree on whether the step was
+                done; units may not, ``counters["step"]`` tells.
         """
         self._ready()
         if self.stage is not Stage.TRAIN or self.optimizer is None:

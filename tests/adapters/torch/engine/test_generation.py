@@ -98,6 +98,14 @@ def test_a_critic_generates_nothing():
         shard.generate(ep.PROMPTS, **GREEDY)
 
 
+def test_what_cannot_be_sampled_is_refused(alone):
+    with pytest.raises(NereusError, match="8 prompts and 1 seeds"):
+        alone.generate(ep.PROMPTS, **(SAMPLED | {"seeds": [1]}))
+    with pytest.raises(NereusError, match="temperature 0 is not positive"):
+        alone.generate(ep.PROMPTS, **(SAMPLED | {"temperature": 0.0}))
+    assert alone.generate([], **(SAMPLED | {"seeds": []})).tokens == []
+
+
 def test_sampling_follows_the_softmax():
     """Chi-square of 20,000 draws from 8 tokens; the 0.999 quantile at 7 degrees is 24.3."""
     draws, temperature = 20_000, 0.7

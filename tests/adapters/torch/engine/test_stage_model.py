@@ -158,7 +158,7 @@ def test_a_family_the_engine_does_not_run_is_refused_by_name():
 
 def test_a_config_with_tensors_the_state_map_does_not_know_is_refused():
     config = ep.UNTIED | {"mlp_bias": True}
-    with pytest.raises(ModelConfigError, match="mlp.down_proj.bias"):
+    with pytest.raises(ModelConfigError, match=r"mlp\.down_proj\.bias"):
         UnitShard(
             ModelSpec.from_hf_config(config), config, ONE, 0, Stage.INFER, torch.float32, ep.CPU
         )
