@@ -104,6 +104,8 @@ class _Order:
         self.ender = {u: i for i, n in enumerate(self.nodes) for u in ended(n.op) if _destroys(n)}
         self.standing = {stage: len(alive.of(stage)) for stage in stages}
         """Units of a stage that are there whatever goes first."""
+        self.freed: dict[ModelStage, list[int]] = {stage: [] for stage in stages}
+        """Destroys of a stage that go first as they are."""
 
     def _node(self, op: Primitive, stage_order: dict[ModelStage, int]) -> _Node:
         stage = model_stage_of(op)
@@ -208,6 +210,13 @@ class _Order:
             else:
                 left = tuple(u for u in op.sources if u != node.op.unit)
                 self.nodes[reader].op = replace(op, sources=left)
+        for other in self.freed[node.stage] if park else ():  # all of them have their place
+            node.waits[other] = (
+                EdgeKind.STATE,
+                f"{node.op.unit} stands until the others have gone",
+            )
+        if not park:
+            self.freed[node.stage].append(freed)
         open_waits[freed].clear()
 
     def share_sources(self, sequence: list[int]) -> None:
