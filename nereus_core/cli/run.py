@@ -21,8 +21,8 @@ from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_core.report.live import view_on
 from nereus_core.report.record import last_run
+from nereus_core.report.traces import write_traces
 from nereus_core.runner import drive
-from nereus_core.transition.trace import write_traces
 
 
 def run(
@@ -63,7 +63,7 @@ def run(
             _drive(settings, events, console, steps, quiet)
     finally:
         if events.exists() and (recorded := last_run(events)):
-            write_traces(recorded, settings.run_dir / "traces")
+            write_traces((event for event, _ in recorded), settings.run_dir / "traces")
             write_report(events, settings.run_dir / "report.html")
             typer.echo(str(settings.run_dir / "report.html"))
 

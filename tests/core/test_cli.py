@@ -152,12 +152,12 @@ def test_doctor_reads_seams_and_names_the_one_that_is_gone(shelf):
     more = """
     import dataclasses
     from nereus_core.declaration import Seam
-    declared = nereus_declare_adapter
+    declared = nereus_declare_adapter()
     @hookimpl
     def nereus_declare_adapter():
         seams = (Seam("json.decoder", "JSONDecoder.decode", ("self", "s")),
                  Seam("json.decoder", "JSONDecoder.decode_all"))
-        return dataclasses.replace(declared(), seams=seams)
+        return dataclasses.replace(declared, seams=seams)
     """
     shelf.adapter("seams", more=more)
     found = json.loads(nereus("doctor", "seams", "--json", NEREUS_PLUGINS="seams").stdout)
