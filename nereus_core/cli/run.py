@@ -91,8 +91,26 @@ def _drive(
         log = opened.enter_context(EventLog(events, time.monotonic))
         if not quiet:
             log.subscribe(opened.enter_context(view_on(console)))
-        controller = Controller(attached, settings, log, registry.notify, time.monotonic)
-        drive(launched, controller.at_boundary, max_steps=steps)
+        found = registry.installed(settings.adapter)
+        controller = Controller(
+            attached,
+            settings,
+            log,
+            registry.notify,
+            time.monotonic,
+            veto=registry.veto,
+            capabilities=found.declaration.capabilities,
+            backend_version=found.status.installed,
+        )
+        try:
+            ran = drive(launched, controller.at_boundary, max_steps=steps)
+        except KeyboardInterrupt:
+            controller.finished("interrupted")
+            raise
+        except Exception as error:
+            controller.finished(f"failed: {type(error).__name__}: {error}")
+            raise
+        controller.finished("done" if launched.finished else f"stopped after {ran.steps} steps")
 
 
 @contextmanager

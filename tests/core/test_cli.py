@@ -264,7 +264,7 @@ def test_a_run_adapts_and_leaves_events_traces_and_a_report(config, tmp_path):
     assert done
     used = {d for entry in run.plans[7].values() for unit in entry["units"] for d in unit}
     assert "node0:3" not in used
-    assert (run.finished.outcome, run.finished.steps) == ("finished", 12)
+    assert (run.finished.outcome, run.finished.steps) == ("done", 12)
     lines = ran.stdout.splitlines()
     assert sum(line.startswith("step ") for line in lines) == 12
     assert lines[-1] == str(tmp_path / "run" / "report.html")
