@@ -3,7 +3,7 @@
 from nereus_core.transition.compile import compile_transition
 from nereus_core.transition.execute import Outcome, execute
 from nereus_core.transition.graph import Edge, EdgeKind, TransitionGraph
-from nereus_core.transition.trace import chrome_trace
+from nereus_core.transition.trace import chrome_trace, write_traces
 
 __all__ = [
     "Edge",
@@ -13,4 +13,5 @@ __all__ = [
     "chrome_trace",
     "compile_transition",
     "execute",
+    "write_traces",
 ]

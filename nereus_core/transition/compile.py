@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import count
 
 from nereus_core.cluster import Device
 from nereus_core.errors import StateLost
-from nereus_core.plan import Placement, Plan, check_plan
-from nereus_core.primitives import Destroy, Extend, Merge, OpId, Primitive, Split
+from nereus_core.layout import Layout
+from nereus_core.plan import Plan, check_plan
+from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Primitive, Split
 from nereus_core.transition.graph import TransitionGraph
-from nereus_core.transition.matching import match
+from nereus_core.transition.matching import Match, match
 from nereus_core.transition.resources import ordered
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import Job, ModelStage
+from nereus_core.workload import Job, ModelStage, Stage
 
 _UNNAMED = OpId("")
 """Primitives are numbered once their order is known."""
@@ -40,13 +41,14 @@ def compile_transition(
     prefix: str,
     parked: UnitMap | None = None,
     serials: Mapping[ModelStage, int] | None = None,
+    forbidden: Collection[tuple[Kind, Stage]] = (),
 ) -> TransitionGraph:
     """Build the graph that turns units into a plan.
 
-    Unchanged units are not touched. Splits and merges happen in place; missing units are extended
-    from all units that hold the stage's state; surplus units are destroyed last, unless their
-    devices are awaited (see `resources`). A stage that has no unit left is extended from the train
-    stage it follows. Deterministic.
+    Units that are in their place are not touched. Splits and merges happen in place; missing units
+    are extended from all units that hold the stage's state; surplus units are destroyed last,
+    unless their devices are awaited (see `resources`). A stage that has no unit left is extended
+    from the train stage it follows. Deterministic.
 
     Args:
         units: Units running now.
@@ -57,6 +59,8 @@ def compile_transition(
         parked: Units parked by an earlier transition that failed; used where a stage has no other.
         serials: Least serial of a new unit by model-stage, where serials above those of the units
             running have been used before.
+        forbidden: Splits and merges that the adapter cannot do on a kind of stage; units are
+            extended and destroyed instead.
 
     Raises:
         PlanError: the target breaks a rule on the devices that are left.
@@ -64,35 +68,33 @@ def compile_transition(
     """
     check_plan(target, job.on(job.cluster.without(lost)))
     alive, parked = units.intact(lost), parked or UnitMap()
-    staged = {
-        stage: _stage_ops(
-            stage, alive.of(stage), target[stage], job, _serial(stage, units, serials)
+    staged: dict[ModelStage, StageOps] = {}
+    for stage in job.workload.stages:
+        found = match(
+            job.model(stage),
+            alive.of(stage),
+            target[stage],
+            splits=(Kind.SPLIT, stage.stage) not in forbidden,
+            merges=(Kind.MERGE, stage.stage) not in forbidden,
         )
-        for stage in job.workload.stages
-    }
-    ops = []
-    for stage, found in staged.items():
-        fitted = any(isinstance(op, Extend) for op in found.ops)
-        sources = _sources(stage, staged, parked, job) if fitted else ()
-        ops += [
-            Extend(_UNNAMED, sources, op.unit) if isinstance(op, Extend) else op for op in found.ops
-        ]
+        serial = max(units.next_serial(stage), (serials or {}).get(stage, 0))
+        staged[stage] = _stage_ops(stage, found, target[stage].layout, serial)
+    ops: list[Primitive] = []
+    for stage, changes in staged.items():
+        for op in changes.ops:
+            if isinstance(op, Extend):
+                op = Extend(_UNNAMED, _sources(stage, staged, parked, job), op.unit)
+            ops.append(op)
     final, edges = ordered(ops, alive, parked, job.workload.stages, prefix)
     return TransitionGraph(prefix, alive, final, edges, parked)
 
 
-def _serial(stage: ModelStage, units: UnitMap, serials: Mapping[ModelStage, int] | None) -> int:
-    return max(units.next_serial(stage), (serials or {}).get(stage, 0))
-
-
-def _stage_ops(
-    stage: ModelStage, units: tuple[Unit, ...], target: Placement, job: Job, serial: int
-) -> StageOps:
-    found = match(job.model(stage), units, target)
+def _stage_ops(stage: ModelStage, found: Match, layout: Layout, serial: int) -> StageOps:
+    """Name the units to be made, from ``serial`` up, and write the primitives that make them."""
     serials = count(serial)
 
     def unit(place: tuple[Device, ...]) -> Unit:
-        return Unit(UnitId(stage, next(serials)), target.layout, place)
+        return Unit(UnitId(stage, next(serials)), layout, place)
 
     ops: list[Primitive] = []
     stay = [u.id for u in found.kept]

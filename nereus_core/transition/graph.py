@@ -130,6 +130,14 @@ class TransitionGraph:
             raise CycleError(error.args[1]) from error
         return tuple(self.by_id[op_id] for op_id in order)
 
+    @property
+    def depth(self) -> int:
+        """Primitives on the longest path."""
+        before, depth = self.predecessors(), dict[OpId, int]()
+        for op in self.topological():
+            depth[op.op_id] = 1 + max((depth[p] for p in before[op.op_id]), default=0)
+        return max(depth.values(), default=0)
+
     def predicted(self, cost: PrimitiveCost) -> Interval:
         """Makespan: the longest path, for the mean and for each bound.
 

@@ -45,7 +45,14 @@ class Match:
     surplus: tuple[Unit, ...]
 
 
-def match(model: ModelSpec, units: tuple[Unit, ...], target: Placement) -> Match:
+def match(
+    model: ModelSpec,
+    units: tuple[Unit, ...],
+    target: Placement,
+    *,
+    splits: bool = True,
+    merges: bool = True,
+) -> Match:
     """Match units to places.
 
     A unit that is already in its place is kept. Every other unit takes part in at most one of:
@@ -55,6 +62,7 @@ def match(model: ModelSpec, units: tuple[Unit, ...], target: Placement) -> Match
     layouts, and splits and merges along whole units. Where they compete, the one that keeps most
     bytes goes first, ties by order. What is left over is surplus, or new.
 
+    Without splits or merges (an adapter that cannot do them), what is not kept is surplus or new.
     Units may have several layouts: a transition that failed part-way leaves such.
     """
     free_places = dict.fromkeys(target.units)
@@ -63,7 +71,11 @@ def match(model: ModelSpec, units: tuple[Unit, ...], target: Placement) -> Match
         del free_places[unit.devices]
     left = [u for u in units if u not in kept]
     chosen: list[InPlace] = []
-    candidates = _candidates(left, list(free_places))
+    candidates = [
+        candidate
+        for candidate in _candidates(left, list(free_places))
+        if (splits if candidate.is_split else merges)
+    ]
     free_units = {u.id: u for u in left}
     if _compete(candidates):
         candidates.sort(key=lambda c: -_kept_elements(model, c, target.layout))

@@ -6,7 +6,9 @@ Source: "Trace Event Format", Google, 2016 (phases X, s, f, M; microseconds).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from nereus_core.events import Event, PrimitiveFinished, TransitionStarted
@@ -33,6 +35,18 @@ def chrome_trace(events: Iterable[Event], transition: str) -> dict[str, Any]:
             drawn.append(_arrow("s", number, name, first.end_s, rows[first.devices[0]]))
             drawn.append(_arrow("f", number, name, then.start_s, rows[then.devices[0]]))
     return {"traceEvents": drawn, "displayTimeUnit": "ms"}
+
+
+def write_traces(recorded: Sequence[tuple[Event, float]], folder: Path) -> tuple[Path, ...]:
+    """Write one trace per transition, named after it, from events with their times."""
+    events = [event for event, _ in recorded]
+    names = [e.transition for e in events if isinstance(e, TransitionStarted)]
+    if names:
+        folder.mkdir(parents=True, exist_ok=True)
+    paths = tuple(folder / f"{name}.json" for name in names)
+    for name, path in zip(names, paths, strict=True):
+        path.write_text(json.dumps(chrome_trace(events, name)), encoding="utf-8")
+    return paths
 
 
 def _named(what: str, row: int, name: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from nereus_core.primitives import (
 from nereus_core.state import moved_elements, placed, routes
 from nereus_core.transition import compile_transition, execute
 
-THOROUGH = settings(max_examples=150, deadline=None)
+THOROUGH = settings(max_examples=60, deadline=None)
 
 
 def compiled(change):
@@ -172,7 +172,7 @@ def test_every_unit_of_a_stage_that_extends_is_read_or_kept_until_another_was(ch
 
 
 @given(changes(), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_threads_reach_the_target_and_state_arrives_unchanged(change, seed):
     job, before, lost, after = change
     graph = compiled(change)
