@@ -21,8 +21,8 @@ from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_core.report.live import view_on
 from nereus_core.report.record import last_run
+from nereus_core.report.traces import write_traces
 from nereus_core.runner import drive
-from nereus_core.transition.trace import write_traces
 
 
 def run(
@@ -63,7 +63,7 @@ def run(
             _drive(settings, events, console, steps, quiet)
     finally:
         if events.exists() and (recorded := last_run(events)):
-            write_traces(recorded, settings.run_dir / "traces")
+            write_traces((event for event, _ in recorded), settings.run_dir / "traces")
             write_report(events, settings.run_dir / "report.html")
             typer.echo(str(settings.run_dir / "report.html"))
 
@@ -91,8 +91,26 @@ def _drive(
         log = opened.enter_context(EventLog(events, time.monotonic))
         if not quiet:
             log.subscribe(opened.enter_context(view_on(console)))
-        controller = Controller(attached, settings, log, registry.notify, time.monotonic)
-        drive(launched, controller.at_boundary, max_steps=steps)
+        found = registry.installed(settings.adapter)
+        controller = Controller(
+            attached,
+            settings,
+            log,
+            registry.notify,
+            time.monotonic,
+            veto=registry.veto,
+            capabilities=found.declaration.capabilities,
+            backend_version=found.status.installed,
+        )
+        try:
+            ran = drive(launched, controller.at_boundary, max_steps=steps)
+        except KeyboardInterrupt:
+            controller.finished("interrupted")
+            raise
+        except Exception as error:
+            controller.finished(f"failed: {type(error).__name__}: {error}")
+            raise
+        controller.finished("done" if launched.finished else f"stopped after {ran.steps} steps")
 
 
 @contextmanager

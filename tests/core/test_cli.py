@@ -80,7 +80,8 @@ def config(tmp_path, sim):
         (ConfigError("k", "p"), 2),
         (ModelConfigError("f", "p"), 2),
         (NoSuchAdapter("x", ["y"]), 2),
-        (NoSuchAdapter("x", ["y"], ["x: ImportError"]), 3),
+        (NoSuchAdapter("x", ["y"], ["z: ImportError"]), 2),
+        (NoSuchAdapter("x", ["y"], ["z: ImportError", "x: ImportError"]), 3),
         (BackendMissing("x", "y", "z"), 3),
         (NoFeasiblePlan(4, "it is small"), 4),
         (WaitTimeout("x", 1.0), 1),
@@ -152,12 +153,12 @@ def test_doctor_reads_seams_and_names_the_one_that_is_gone(shelf):
     more = """
     import dataclasses
     from nereus_core.declaration import Seam
-    declared = nereus_declare_adapter
+    declared = nereus_declare_adapter()
     @hookimpl
     def nereus_declare_adapter():
         seams = (Seam("json.decoder", "JSONDecoder.decode", ("self", "s")),
                  Seam("json.decoder", "JSONDecoder.decode_all"))
-        return dataclasses.replace(declared(), seams=seams)
+        return dataclasses.replace(declared, seams=seams)
     """
     shelf.adapter("seams", more=more)
     found = json.loads(nereus("doctor", "seams", "--json", NEREUS_PLUGINS="seams").stdout)
@@ -264,7 +265,7 @@ def test_a_run_adapts_and_leaves_events_traces_and_a_report(config, tmp_path):
     assert done
     used = {d for entry in run.plans[7].values() for unit in entry["units"] for d in unit}
     assert "node0:3" not in used
-    assert (run.finished.outcome, run.finished.steps) == ("finished", 12)
+    assert (run.finished.outcome, run.finished.steps) == ("done", 12)
     lines = ran.stdout.splitlines()
     assert sum(line.startswith("step ") for line in lines) == 12
     assert lines[-1] == str(tmp_path / "run" / "report.html")
