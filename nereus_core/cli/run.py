@@ -17,6 +17,7 @@ from rich.console import Console
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
 from nereus_core.events import EventLog
+from nereus_core.launched import Timed
 from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_core.report.live import view_on
@@ -88,7 +89,8 @@ def _drive(
         launched = opened.enter_context(closing(registry.launch(settings.adapter, settings)))
         attached = registry.create(settings.adapter, launched.handle, settings)
         opened.enter_context(closing(attached))
-        log = opened.enter_context(EventLog(events, time.monotonic))
+        clock = launched.clock_s if isinstance(launched, Timed) else time.monotonic
+        log = opened.enter_context(EventLog(events, clock))
         if not quiet:
             log.subscribe(opened.enter_context(view_on(console)))
         found = registry.installed(settings.adapter)
@@ -97,7 +99,7 @@ def _drive(
             settings,
             log,
             registry.notify,
-            time.monotonic,
+            clock,
             veto=registry.veto,
             capabilities=found.declaration.capabilities,
             backend_version=found.status.installed,

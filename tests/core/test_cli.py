@@ -266,6 +266,8 @@ def test_a_run_adapts_and_leaves_events_traces_and_a_report(config, tmp_path):
     used = {d for entry in run.plans[7].values() for unit in entry["units"] for d in unit}
     assert "node0:3" not in used
     assert (run.finished.outcome, run.finished.steps) == ("done", 12)
+    # The simulated world brings its clock: steps and transitions lie within the run's seconds.
+    assert sum(s.step_s for s in run.steps) + run.transition_s <= run.elapsed_s * (1 + 1e-9)
     lines = ran.stdout.splitlines()
     assert sum(line.startswith("step ") for line in lines) == 12
     assert lines[-1] == str(tmp_path / "run" / "report.html")
