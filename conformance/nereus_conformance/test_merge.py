@@ -23,10 +23,13 @@ def test_merge_uses_the_union_of_devices(arrange: Arranger, stage: Stage) -> Non
     If this fails, check the order of devices in the merged unit.
     """
     subject = arrange(stage, ONE, 2)
-    before = subject.units
-    op = subject.merge(subject.own(), TP2)
+    before, parents = subject.units, subject.own()
+    op = subject.merge(parents, TP2)
     with subject.boundary():
         subject.perform(op)
+        held = sorted(d for unit in subject.own() for d in unit.devices)
+        wanted = sorted(d for unit in parents for d in unit.devices)
+        require(held == wanted, "I1 devices", f"after {op} units hold {held}")
         same_units(apply(op, before), subject.units, str(op))
         partitioned(subject.units, subject)
 

@@ -8,10 +8,13 @@ import pytest
 
 from nereus_conformance.arrange import Arranger
 from nereus_conformance.assertions import partitioned, require, uniform
-from nereus_conformance.subject import THREAD_S
 from nereus_core.capabilities import Feature
 from nereus_core.layout import Layout
-from nereus_core.workload import ACTOR_TRAIN, Stage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Stage
+
+QUIET_S = 2.0
+"""Reading a few objects takes far less; a read that takes longer waits for the step. Chosen, not
+measured."""
 
 
 def test_units_partition_the_devices_of_a_stage(arrange: Arranger) -> None:
@@ -165,10 +168,28 @@ def test_reads_do_not_delay_a_step(arrange: Arranger) -> None:
     reader = threading.Thread(target=read, daemon=True)
     with subject.harness.running(ACTOR_TRAIN):
         reader.start()
-        reader.join(THREAD_S / 4)
+        reader.join(QUIET_S)
         in_time = list(answered)
     require(
         in_time == ["job", "units", "observe"],
         "I9 quiet",
         f"while a step was in flight only {in_time} answered",
     )
+
+
+@pytest.mark.needs(Feature.FINGERPRINT)
+def test_fingerprint_depends_on_state_alone(arrange: Arranger) -> None:
+    """Equal state has equal digests whatever the layout; one tensor that differs shows as that one.
+
+    If this fails, check that digests are taken by logical position, not by rank or storage.
+    """
+    subject = arrange(Stage.TRAIN, Layout(2, 1))
+    train, generate = subject.own()[0], subject.units.of(ACTOR_GENERATE)[0]
+    first = subject.adapter.fingerprint(train.id).tensors
+    other = subject.adapter.fingerprint(generate.id).tensors
+    assert set(first) == set(subject.state(train))
+    assert {k: v for k, v in first.items() if k.startswith("param/")} == other
+    name = sorted(other)[0]
+    subject.harness.disturb(train.id, name)
+    changed = subject.adapter.fingerprint(train.id).tensors
+    assert {k for k in first if first[k] != changed[k]} == {name}

@@ -6,6 +6,7 @@ import pytest
 
 from nereus_conformance.arrange import Arranger
 from nereus_conformance.assertions import TOLERANCE, close, require, same_state
+from nereus_conformance.suite import Suite
 from nereus_core.capabilities import Feature
 from nereus_core.layout import Layout
 from nereus_core.primitives import Kind, Primitive

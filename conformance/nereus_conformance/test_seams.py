@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from nereus_conformance.suite import Suite
+from nereus_core.declaration import Seam
 from nereus_core.errors import SeamBroken
 from nereus_core.seams import check_seam, source_of
 

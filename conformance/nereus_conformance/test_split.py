@@ -29,10 +29,12 @@ def test_split_uses_exactly_the_parent_devices(arrange: Arranger, stage: Stage) 
     If this fails, check the order in which devices are given to children.
     """
     subject = arrange(stage, TP2)
-    before = subject.units
-    op = subject.split(subject.own()[0], ONE)
+    before, parent = subject.units, subject.own()[0]
+    op = subject.split(parent, ONE)
     with subject.boundary():
         subject.perform(op)
+        held = sorted(d for unit in subject.own() for d in unit.devices)
+        require(held == sorted(parent.devices), "I1 devices", f"after {op} units hold {held}")
         same_units(apply(op, before), subject.units, str(op))
         partitioned(subject.units, subject)
 
