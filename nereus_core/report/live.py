@@ -138,10 +138,7 @@ class LiveTable:
                 f"{line.step.response_tokens_mean:.0f}",
                 seconds(line.step.step_s),
                 seconds(line.step.predicted_s),
-                # A stage and its degrees stay on one line.
-                line.plan.replace("  ", "\n")
-                .replace(" ", "\N{NO-BREAK SPACE}")
-                .replace("\n", "  "),
+                line.plan,
                 escape("; ".join(line.notes)),
             )
         return table

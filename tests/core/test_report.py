@@ -284,6 +284,6 @@ def test_on_a_terminal_the_last_steps_are_a_table(recorded):
     Console(file=shown, width=200).print(table)
     text = " ".join(shown.getvalue().split())
     assert "GRPO on sim, adapt" in text
-    assert "gen 2·1·1 inf 2·1·1 train 2·1·1" in text
+    assert "gen=2·1·1 inf=2·1·1 train=2·1·1" in text
     assert "urgent admitted" in text
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h")
