@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from nereus_adapters.torch.engine.checkpoint import DEFAULT_STD, Folder
 from nereus_adapters.torch.engine.digest import digest_box
+from nereus_adapters.torch.engine.families import norm_start
 from nereus_adapters.torch.engine.generation import Sampling, generate
 from nereus_adapters.torch.engine.gradients import GradientPlan, owners
 from nereus_adapters.torch.engine.groups import UnitGroups
@@ -136,10 +137,11 @@ class UnitShard:
 
     def init(self, seed: int) -> None:
         """Fill with random weights and zero moments; the same model in every layout."""
+        norm = norm_start(self.model.family)
         shapes = {rule.name: rule.shape for rule in tensor_rules(self.model)}
         self._start(
             {
-                name: cut(initial_tensor(name, shapes[name], seed, self._std), box)
+                name: cut(initial_tensor(name, shapes[name], seed, self._std, norm), box)
                 for name, box in self._boxes.items()
             }
         )
