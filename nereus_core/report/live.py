@@ -194,7 +194,7 @@ class PlainLines:
             case DevicesChanged():
                 return f"  {_devices(event)}"
             case RunFinished():
-                return f"{event.outcome} after {event.steps} steps, {seconds(event.elapsed_s)}"
+                return f"after {event.steps} steps, {seconds(event.elapsed_s)}: {event.outcome}"
             case _:
                 return ""
 

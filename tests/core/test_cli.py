@@ -289,6 +289,31 @@ def test_observe_changes_nothing_and_quiet_prints_one_line(config, tmp_path):
     assert run.started.mode == "observe"
 
 
+def test_any_key_can_be_set_on_the_command_line(config, tmp_path):
+    ran = nereus("run", config, "-q", "--set", "backend.events=[]", "--set", "mode=observe",
+                 "--set", "job.steps=3", NEREUS_PLUGINS="sim")  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    run = RunRecord.read(tmp_path / "run" / "events.jsonl")
+    assert (len(run.steps), run.device_changes, run.started.mode) == (3, [], "observe")
+    # What is not named stays.
+    assert run.plans[0]["actor/train"]["layout"] == "tp2pp1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy.delta", "--set: got 'policy.delta'; expected KEY=VALUE"),
+        ("policy.dleta=1", "policy.dleta: unknown key. Did you mean 'delta'?"),
+        ("policy..delta=1", "--set: 'policy..delta' is not a key"),
+        ("policy.delta=much", "policy.delta: got 'much'"),
+    ],
+)
+def test_an_assignment_that_cannot_be_used_is_named(config, text, message):
+    ran = nereus("run", config, "--set", text, NEREUS_PLUGINS="sim")
+    assert ran.exit_code == 2
+    assert message in ran.stderr
+
+
 def test_explain_prints_each_decision_from_its_record(config, tmp_path):
     nereus("run", config, "-q", NEREUS_PLUGINS="sim")
     events = tmp_path / "run" / "events.jsonl"
