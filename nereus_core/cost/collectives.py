@@ -27,27 +27,31 @@ def ring_s(link: LinkSpec, ranks: FloatArray, size_bytes: ArrayLike, passes: int
 
 
 def add_all_reduce(
-    work: Work, cluster: Cluster, crosses: BoolArray, ranks: FloatArray, size_bytes: ArrayLike,
+    work: Work,
+    cluster: Cluster,
+    crosses: BoolArray,
+    ranks: FloatArray,
+    size_bytes: ArrayLike,
     times: ArrayLike,
 ) -> None:
     """Add ``times`` all-reduces of so many bytes each."""
     intra_s = times * ring_s(cluster.intra_node, ranks, size_bytes, 2)
     inter_s = times * ring_s(cluster.inter_node, ranks, size_bytes, 2)
-    work.add_by_link(
-        OpClass.ALL_REDUCE_INTRA, OpClass.ALL_REDUCE_INTER, crosses, intra_s, inter_s
-    )
+    work.add_by_link(OpClass.ALL_REDUCE_INTRA, OpClass.ALL_REDUCE_INTER, crosses, intra_s, inter_s)
 
 
 def add_all_gather(
-    work: Work, cluster: Cluster, crosses: BoolArray, ranks: FloatArray, size_bytes: ArrayLike,
+    work: Work,
+    cluster: Cluster,
+    crosses: BoolArray,
+    ranks: FloatArray,
+    size_bytes: ArrayLike,
     times: ArrayLike,
 ) -> None:
     """Add ``times`` all-gathers whose result has so many bytes."""
     intra_s = times * ring_s(cluster.intra_node, ranks, size_bytes, 1)
     inter_s = times * ring_s(cluster.inter_node, ranks, size_bytes, 1)
-    work.add_by_link(
-        OpClass.ALL_GATHER_INTRA, OpClass.ALL_GATHER_INTER, crosses, intra_s, inter_s
-    )
+    work.add_by_link(OpClass.ALL_GATHER_INTRA, OpClass.ALL_GATHER_INTER, crosses, intra_s, inter_s)
 
 
 def add_p2p(

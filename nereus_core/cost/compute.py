@@ -96,9 +96,7 @@ def _forward(
     # Two all-reduces per layer and pass (attention and MLP outputs), and one for the embeddings;
     # a backward pass has as many as a forward pass.
     per_pass = (2 * shapes.layers + 1) * (micro_batches + options.pp - 1)
-    add_all_reduce(
-        work, job.cluster, options.tp_crosses, ranks, boundary, per_pass * min(times, 2)
-    )
+    add_all_reduce(work, job.cluster, options.tp_crosses, ranks, boundary, per_pass * min(times, 2))
     messages = (options.pp > 1) * (micro_batches + options.pp - 1) * min(times, 2)
     add_p2p(work, job.cluster, options.pp_crosses, boundary, messages)
 

@@ -250,9 +250,7 @@ class CostModel:
             sync[stage] = sync_work(self.job, stage, options)[0]
         return _Stages(work, sync)
 
-    def _seconds(
-        self, stages: _Stages
-    ) -> tuple[dict[ModelStage, float], dict[ModelStage, float]]:
+    def _seconds(self, stages: _Stages) -> tuple[dict[ModelStage, float], dict[ModelStage, float]]:
         inverse, factor = self.efficiencies.inverse, self.between.sync_factor
         seconds = {s: float(self.efficiencies.seconds(s, w)) for s, w in stages.work.items()}
         return seconds, {s: float(w @ inverse) * factor for s, w in stages.sync.items()}

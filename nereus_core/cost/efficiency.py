@@ -220,9 +220,7 @@ class EfficiencyTable:
 
     def _moved(self, state: FloatArray, covariance: FloatArray) -> EfficiencyTable:
         classes = np.clip(state[: len(CLASSES)], 0.0, _MAX_LOG_INVERSE)
-        residuals = dict(
-            zip(self.log_residual, map(float, state[len(CLASSES) :]), strict=True)
-        )
+        residuals = dict(zip(self.log_residual, map(float, state[len(CLASSES) :]), strict=True))
         return replace(self, log_inverse=classes, log_residual=residuals, covariance=covariance)
 
 

@@ -59,7 +59,12 @@ class Work:
         self.table[:, INDEX[op_class]] += ideal_s
 
     def add_by_link(
-        self, intra: OpClass, inter: OpClass, crosses: BoolArray, intra_s: ArrayLike, inter_s: ArrayLike
+        self,
+        intra: OpClass,
+        inter: OpClass,
+        crosses: BoolArray,
+        intra_s: ArrayLike,
+        inter_s: ArrayLike,
     ) -> None:
         """Add communication to the class of the link it crosses, per option."""
         self.add(intra, np.where(crosses, 0.0, intra_s))

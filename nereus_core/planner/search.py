@@ -49,7 +49,9 @@ class Found:
     """Assignments of sizes that were solved exactly."""
 
 
-def partitions(stages: Sequence[int], together: Sequence[frozenset[int]]) -> Iterator[tuple[Block, ...]]:
+def partitions(
+    stages: Sequence[int], together: Sequence[frozenset[int]]
+) -> Iterator[tuple[Block, ...]]:
     """All set partitions that keep stages together that must be; deterministic order."""
 
     def extend(blocks: tuple[Block, ...], left: Sequence[int]) -> Iterator[tuple[Block, ...]]:
@@ -139,7 +141,11 @@ class _Search:
             rest_level.append(np.maximum(rest_level[-1], table.min(axis=0)))
             rest_group.append(max(rest_group[-1], float(table.sum(axis=1).min())))
         chosen = np.zeros((1, 0), dtype=np.int64)
-        used, level_s, group_s = np.zeros(1, dtype=np.int64), np.zeros((1, space.num_levels)), np.zeros(1)
+        used, level_s, group_s = (
+            np.zeros(1, dtype=np.int64),
+            np.zeros((1, space.num_levels)),
+            np.zeros(1),
+        )
         bounds = np.zeros(1)
         for i, table in enumerate(least):
             left = len(blocks) - 1 - i

@@ -242,8 +242,7 @@ def _choices(
         for layout in known
         if layout.tp <= node_sizes[0] and constraints.allows_layout(stage, layout)
         for dp in units
-        if layout.num_devices * dp <= total
-        and constraints.allows_change(stage, now, layout, dp)
+        if layout.num_devices * dp <= total and constraints.allows_change(stage, now, layout, dp)
     ]
     if not choices:
         raise NoFeasiblePlan(
