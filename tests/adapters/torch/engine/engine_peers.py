@@ -74,8 +74,9 @@ class Peers:
         return self
 
     def __exit__(self, *_):
-        for process, end in self._ends:
+        for _, end in self._ends:
             end.close()
+        for process, _ in self._ends:
             process.join(TIMEOUT_S)
             if process.is_alive():
                 process.kill()
