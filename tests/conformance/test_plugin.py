@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(
 
 def pytest_in(folder, *args, prelude="import pytest"):
     code = f"{prelude}; import sys; code = pytest.main({list(args)!r}); {{}}; sys.exit(code)"
-    check = "print('loaded:', sorted({'numpy', 'hypothesis', 'nereus_core', 'torch'} & set(sys.modules)))"
+    looked_for = {"numpy", "hypothesis", "nereus_core", "torch"}
+    check = f"print('loaded:', sorted({looked_for!r} & set(sys.modules)))"
     return subprocess.run(
         [sys.executable, "-c", code.format(check)],
         cwd=folder,
