@@ -179,10 +179,12 @@ class Registry:
 
     def adapters(self) -> tuple[Installed, ...]:
         """Declared adapters, sorted by name, with the state of their backends."""
-        return tuple(
-            Installed(declaration, plugin, backend_status(declaration))
-            for _, (declaration, plugin) in sorted(self._declared.items())
-        )
+        return tuple(self.installed(name) for name in sorted(self._declared))
+
+    def installed(self, name: str) -> Installed:
+        """Return one adapter; raises NoSuchAdapter listing installed and broken."""
+        declaration, plugin = self._find(name)
+        return Installed(declaration, plugin, backend_status(declaration))
 
     def declaration(self, name: str) -> AdapterDeclaration:
         """Return what an adapter declares; raises NoSuchAdapter listing installed and broken."""
