@@ -1,4 +1,4 @@
-"""What one plugin is, before it is let near the others: its hooks checked, its declarations read."""
+"""What one plugin is, before it comes near the others: hooks checked, declarations read."""
 
 from __future__ import annotations
 
