@@ -13,6 +13,7 @@ from nereus_core.admission import Decision
 from nereus_core.capabilities import Capabilities, Feature
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
+from nereus_core.cost import CostModel
 from nereus_core.deciding import Decided, decide
 from nereus_core.errors import BoundaryTimeout, NereusError, TransitionFailed, UnitLost
 from nereus_core.events import EventLog, RunFinished, RunStarted, TransitionFinished
@@ -190,12 +191,12 @@ class Controller:
             decision, graph = found.decision, found.graph
             assert graph is not None
             try:
-                self._transition(graph, everything=decision.path == "urgent")
+                self._transition(graph, found.cost, everything=decision.path == "urgent")
                 return
             except BoundaryTimeout as error:
                 if decision.path == "urgent":
                     raise
-                self._record_refused(graph, error)
+                self._record_refused(graph, found.cost, error)
                 return
             except (TransitionFailed, UnitLost) as failure:
                 lost_units = self._now.lost_units
@@ -214,7 +215,7 @@ class Controller:
                     parked.intact(self._now.job.cluster.failed),
                 )
 
-    def _transition(self, graph: TransitionGraph, *, everything: bool) -> None:
+    def _transition(self, graph: TransitionGraph, cost: CostModel, *, everything: bool) -> None:
         """Carry a graph out and learn what it cost."""
         known, now, clock = self._known, self._now, self._clock
         self._num_transitions += 1
@@ -227,7 +228,7 @@ class Controller:
                 now.job.workload.stages if everything else sorted(graph.stages),
                 log=self._log,
                 timeouts=self._config.timeouts,
-                cost=known.cost.on(now.job),
+                cost=cost,
                 verify=self._verify,
                 step=known.step,
                 clock=clock,
@@ -254,7 +255,9 @@ class Controller:
             gone = tuple(u for u in before.units if u not in now.units)
             self._log.emit(devices_changed(self._known.step, before, replace(now, lost_units=gone)))
 
-    def _record_refused(self, graph: TransitionGraph, error: BoundaryTimeout) -> None:
+    def _record_refused(
+        self, graph: TransitionGraph, cost: CostModel, error: BoundaryTimeout
+    ) -> None:
         """Record a transition that found no boundary: nothing has changed."""
         self._log.emit(
             TransitionFinished(
@@ -262,7 +265,7 @@ class Controller:
                 self._known.step,
                 "failed",
                 self._config.timeouts.boundary_s,
-                graph.predicted(self._known.cost.on(self._now.job)).mean_s,
+                graph.predicted(cost).mean_s,
                 0,
                 self.plan.to_json(),
                 str(error),

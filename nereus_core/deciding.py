@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nereus_core.admission import Decision, admit
 from nereus_core.config import PolicyConfig
-from nereus_core.cost import Interval
+from nereus_core.cost import CostModel, Interval
 from nereus_core.errors import NoFeasiblePlan
 from nereus_core.knowledge import Knowledge
 from nereus_core.plan import Plan
@@ -22,10 +22,12 @@ _NOTHING_SAVED = Interval(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision, and the graph that carries it out; None where no plan was sought."""
+    """A decision, the graph that carries it out (None where none was sought), and its price."""
 
     decision: Decision
     graph: TransitionGraph | None
+    cost: CostModel
+    """What the decision was made with."""
 
 
 def decide(
@@ -56,7 +58,7 @@ def decide(
     current = None if now.urgent else Candidate(now.plan, cost.step(now.plan, lengths))
 
     def stay(rule: str) -> Decided:
-        return Decided(_unchanged(trigger, now, known, current, rule, begin_s), None)
+        return Decided(_unchanged(trigger, now, known, current, rule, begin_s), None, cost)
 
     if current and still_good(cost, lengths, constraints, now.plan, policy.delta):
         return stay(f"the current plan is within {policy.delta:.0%} of the best possible")
@@ -81,7 +83,7 @@ def decide(
         steps_since_transition=known.steps_since_transition,
         decision_s=time.perf_counter() - begin_s,
     )
-    return Decided(decision, graph)
+    return Decided(decision, graph, cost)
 
 
 def _unchanged(

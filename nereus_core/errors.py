@@ -74,7 +74,7 @@ class NoSuchAdapter(AdapterError):
     """No installed distribution provides an adapter of this name."""
 
     def __init__(self, name: str, installed: Sequence[str], broken: Sequence[str] = ()) -> None:
-        self.name = name
+        self.name, self.broken = name, tuple(broken)
         note = f" (broken: {_names(broken)})" if broken else ""
         super().__init__(f"no adapter {name!r}; installed: {_names(installed)}{note}.")
 

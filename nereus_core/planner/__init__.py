@@ -1,44 +1,36 @@
-"""The planner: the memory-feasible plan with the lowest predicted steady-state step latency.
+"""The planner: the fastest plan that fits, exact on its space, and why others lost.
 
-Exact on its space: every partition of the model-stages into groups that share devices, every size
-of the groups, every layout and degree of each stage. What is left out cannot win: options beaten in
-seconds and bytes, and groupings one of whose groups alone takes longer than the best plan so far.
+The space: model-stages are partitioned into groups; groups get disjoint runs of devices, nodes with
+most healthy devices first, the largest group first (`groups`); the stages of a group share its
+devices and run one after another where the algorithm would let them run at once. Each stage has any
+layout whose tp fits in a node and any number of units that divides the global batch; it need not
+use all devices of its group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import product
 
-from nereus_core.cluster import Device
+import numpy as np
+
 from nereus_core.cost import CostModel, Lengths, StepCost
-from nereus_core.cost.step import step_seconds
 from nereus_core.errors import NoFeasiblePlan
 from nereus_core.plan import Plan, plan_problems
-from nereus_core.planner.assign import assign
 from nereus_core.planner.constraints import Constraints
-from nereus_core.planner.space import (
-    Combination,
-    Option,
-    combinations,
-    compositions,
-    frontier,
-    options,
-    partitions,
-)
-from nereus_core.workload import ModelStage
+from nereus_core.planner.nearest import tightest
+from nereus_core.planner.placing import Placer
+from nereus_core.planner.search import TIE, Found, search
+from nereus_core.planner.space import Space
 
 __all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
 
-_KEPT = 8  # best groupings that are laid over devices and compared exactly; chosen
-_TIE = 1e-9  # relative difference below which two plans are equally fast; chosen
+_RUNNER_UPS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan and its predicted cost."""
+    """A plan and what a step under it is predicted to cost."""
 
     plan: Plan
     step: StepCost
@@ -46,184 +38,126 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """A plan that lost, and why."""
+    """A plan that lost."""
 
     plan: Plan
     predicted_s: float
     reason: str
+    """In words: slower by how much, or which device lacks how much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The planner's answer."""
+    """The result of planning."""
 
     best: Candidate
     runner_ups: tuple[RunnerUp, ...]
+    """Fastest first, the ones that do not fit last."""
     searched: int
-    """Groupings whose step seconds were computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Grouping:
-    seconds: float
-    groups: tuple[tuple[Combination, int], ...]
+    """Arrangements of groups that were solved exactly; bounds ruled out the others."""
 
 
 def best(
     cost: CostModel, lengths: Lengths, constraints: Constraints, current: Plan | None = None
 ) -> Planned:
-    """Return the fastest feasible plan and what lost against it. Deterministic.
+    """Find the plan with the shortest predicted step.
 
-    Plans that are equally fast are ordered by bytes to move from ``current``, then by their text.
+    Deterministic. Among plans equally fast (within 1e-9) the one that moves fewest bytes from
+    ``current`` wins; stages it leaves alone keep their devices in their order.
 
     Raises:
-        NoFeasiblePlan: nothing fits; says what came nearest.
+        NoFeasiblePlan: nothing fits in memory, or constraints leave a stage no layout.
     """
-    devices = _usable(cost, constraints)
-    tables = _tables(cost, lengths, constraints, devices, current)
-    groupings, searched, smallest = _search(cost, constraints, tables, len(devices))
-    if not groupings:
-        raise NoFeasiblePlan(len(devices), _lacking(cost, tables, smallest))
-    plans = {assign(g.groups, devices, current): None for g in groupings[:_KEPT]}
-    if current is not None and _possible(cost, lengths, constraints, current):
-        plans[current] = None
-    ranked = sorted((Candidate(plan, cost.step(plan, lengths)) for plan in plans), key=_rank)
-    fastest = ranked[0].step.step.mean_s
-    ties = [c for c in ranked if c.step.step.mean_s <= fastest * (1 + _TIE)]
-    winner = min(ties, key=lambda c: (_changes(current, c.plan), str(c.plan)))
-    lost = tuple(
-        RunnerUp(c.plan, c.step.step.mean_s, _reason(c, winner)) for c in ranked if c is not winner
-    )
-    return Planned(winner, lost[:5], searched)
+    space = Space.of(cost, lengths, constraints, current)
+    index = {stage: i for i, stage in enumerate(space.stages)}
+    together = [frozenset(index[s] for s in g if s in index) for g in constraints.colocate]
+    found = search(space, together)
+    if not found.best:
+        raise NoFeasiblePlan(space.num_devices, tightest(space, together))
+    placer = Placer(space, constraints, current)
+    plan = _chosen(cost, lengths, constraints, current, placer, found)
+    chosen = Candidate(plan, cost.step(plan, lengths))
+    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched)
 
 
 def still_good(
     cost: CostModel, lengths: Lengths, constraints: Constraints, current: Plan, delta: float
 ) -> bool:
-    """Whether the current plan is within ``delta`` of a bound that no plan beats; no search.
+    """Whether the current plan fits and is within ``delta`` of the best possible, by bounds alone.
 
-    The bound lets every stage have all devices to itself: the dataflow of the fastest options.
+    No search: a level of the step takes at least its slowest stage alone on all devices, and at
+    least the least device-seconds of its stages over all devices. False may also mean that the
+    bound is too weak to tell.
     """
-    if not _possible(cost, lengths, constraints, current):
+    if not _usable(cost, lengths, constraints, current):
         return False
-    tables = _tables(cost, lengths, constraints, _usable(cost, constraints), current)
-    if not all(tables.values()):
-        return False
-    fastest = {stage: table[0].seconds for stage, table in tables.items()}
-    bound = step_seconds(cost.job.workload, fastest, lambda one, other: False)
-    return cost.step(current, lengths).step.mean_s <= bound * (1 + delta)
+    space = Space.of(cost, lengths, constraints, current)
+    least = space.least_s()
+    device_s = (least * space.sizes).min(axis=1)
+    level = np.array([o.level for o in space.options])
+    bound = np.array(
+        [
+            max(least[level == n, -1].max(), device_s[level == n].sum() / space.num_devices)
+            for n in range(space.num_levels)
+        ]
+    )
+    whole_s = max(least[:, -1].max(), device_s.sum() / space.num_devices)
+    bound_s = float(space.objective(bound, np.array(whole_s))) + cost.between.seconds
+    return cost.step(current, lengths).step.mean_s <= (1 + delta) * bound_s
 
 
-def _usable(cost: CostModel, constraints: Constraints) -> tuple[Device, ...]:
-    devices = tuple(d for d in cost.job.cluster.healthy if d not in constraints.excluded)
-    if not devices:
-        raise NoFeasiblePlan(0, "no healthy device is left")
-    return devices
-
-
-def _tables(
-    cost: CostModel,
-    lengths: Lengths,
-    constraints: Constraints,
-    devices: tuple[Device, ...],
-    current: Plan | None,
-) -> dict[ModelStage, tuple[Option, ...]]:
-    nodes = [d.node for d in devices]
-    per_node = min(nodes.count(node) for node in set(nodes))
-    return {
-        stage: options(cost, lengths, constraints, stage, len(devices), per_node, current)
-        for stage in cost.job.workload.stages
-    }
-
-
-def _search(
-    cost: CostModel,
-    constraints: Constraints,
-    tables: dict[ModelStage, tuple[Option, ...]],
-    num_devices: int,
-) -> tuple[list[_Grouping], int, Combination | None]:
-    """Return the best groupings, fastest first, how many were computed, and the nearest misfit."""
-    workload, found, searched = cost.job.workload, list[_Grouping](), 0
-    smallest: Combination | None = None
-
-    @cache
-    def feasible(
-        group: tuple[ModelStage, ...], size: int
-    ) -> tuple[tuple[Combination, ...], Combination | None]:
-        return combinations([frontier(tables[s], size) for s in group], cost.capacity_bytes)
-
-    limit = float("inf")
-    for groups in partitions(workload.stages):
-        if not constraints.may_group(tuple(map(frozenset, groups))):
-            continue
-        home = {stage: i for i, group in enumerate(groups) for stage in group}
-        for sizes in compositions(num_devices, len(groups)):
-            choices = []
-            for group, size in zip(groups, sizes, strict=True):
-                fitting, misfit = feasible(group, size)
-                if misfit and (smallest is None or misfit.need_bytes < smallest.need_bytes):
-                    smallest = misfit
-                # Stages of a group take turns, so their sum is a lower bound of the step.
-                fitting = tuple(c for c in fitting if sum(o.seconds for o in c.options) <= limit)
-                choices.append(fitting)
-            if not all(choices):
-                continue
-            for chosen in product(*choices):
-                searched += 1
-                seconds = {o.stage: o.seconds for c in chosen for o in c.options}
-                step_s = step_seconds(workload, seconds, partial(_together, home))
-                if step_s <= limit:
-                    found.append(_Grouping(step_s, tuple(zip(chosen, sizes, strict=True))))
-                    if len(found) > 4 * _KEPT:
-                        found = _best_of(found)
-                        limit = found[-1].seconds
-    return _best_of(found), searched, smallest
-
-
-def _together(home: dict[ModelStage, int], one: ModelStage, other: ModelStage) -> bool:
-    return home[one] == home[other]
-
-
-def _best_of(found: Sequence[_Grouping]) -> list[_Grouping]:
-    return sorted(found, key=lambda g: g.seconds)[:_KEPT]
-
-
-def _possible(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan) -> bool:
+def _usable(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan) -> bool:
     return (
         not plan_problems(plan, cost.job)
-        and plan.devices.isdisjoint(constraints.excluded)
+        and constraints.allows(plan, plan)
         and cost.memory_problem(plan, lengths) is None
     )
 
 
-def _rank(candidate: Candidate) -> tuple[float, str]:
-    return candidate.step.step.mean_s, str(candidate.plan)
-
-
-def _changes(current: Plan | None, plan: Plan) -> int:
-    """Devices of stages that differ from the current plan: a stand-in for bytes to move."""
-    if current is None:
-        return 0
-    return sum(len(plan[stage].devices) for stage in plan if current.get(stage) != plan[stage])
-
-
-def _reason(candidate: Candidate, winner: Candidate) -> str:
-    slower = candidate.step.step.mean_s / winner.step.step.mean_s - 1
-    return f"slower by {slower:.1%}" if slower > _TIE else "equally fast, moves more"
-
-
-def _lacking(
+def _chosen(
     cost: CostModel,
-    tables: dict[ModelStage, tuple[Option, ...]],
-    smallest: Combination | None,
-) -> str:
-    empty = [str(stage) for stage, table in tables.items() if not table]
-    if empty:
-        return f"no layout of {', '.join(empty)} is allowed there"
-    if smallest is None:
-        return "stages that must not share devices do not find enough of them"
-    names = ", ".join(f"{o.stage} {o.layout}dp{o.dp}" for o in smallest.options)
-    return (
-        f"{names} needs {smallest.need_bytes / 2**30:.2f} GiB on a device with "
-        f"{cost.capacity_bytes / 2**30:.2f} GiB usable"
-    )
+    lengths: Lengths,
+    constraints: Constraints,
+    current: Plan | None,
+    placer: Placer,
+    found: Found,
+) -> Plan:
+    """Stay with the current plan when nothing is faster; else take the nearest of the best."""
+    limit_s = found.best[0].seconds * (1 + TIE) + cost.between.seconds
+    if (
+        current is not None
+        and _usable(cost, lengths, constraints, current)
+        and cost.step(current, lengths).step.mean_s <= limit_s
+    ):
+        return current
+    return placer.nearest(found.best)
+
+
+def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[RunnerUp, ...]:
+    space, best_s = placer.space, chosen.step.step.mean_s
+    seen, fit, unfit = {chosen.plan}, list[RunnerUp](), list[RunnerUp]()
+
+    def consider(plan: Plan, word: str) -> None:
+        if plan in seen or plan_problems(plan, space.cost.job):
+            return
+        seen.add(plan)
+        seconds = space.cost.step(plan, space.lengths).step.mean_s
+        if problem := space.cost.memory_problem(plan, space.lengths):
+            unfit.append(RunnerUp(plan, seconds, f"{word}does not fit: {problem}"))
+        elif seconds > best_s * (1 + TIE):
+            slower = f"{word}slower by {seconds / best_s - 1:.1%}"
+            fit.append(RunnerUp(plan, seconds, slower))
+        else:
+            fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
+
+    if placer.current is not None and set(placer.current) == set(space.stages):
+        consider(placer.current, "the current plan: ")
+    for solution in (*found.best[1:], *found.others):
+        consider(placer.canonical(solution), "")
+    consider(placer.unbounded(found.best[0]), "")
+    return _shortest(fit, unfit)
+
+
+def _shortest(fit: Sequence[RunnerUp], unfit: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
+    ordered = sorted(fit, key=lambda r: r.predicted_s)[: _RUNNER_UPS - min(1, len(unfit))]
+    return (*ordered, *unfit[: _RUNNER_UPS - len(ordered)])

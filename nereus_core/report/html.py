@@ -7,10 +7,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from nereus_core import __version__
+from nereus_core.report.page import badge, fold
 from nereus_core.report.quantities import plan_line
 from nereus_core.report.record import RunRecord
 from nereus_core.report.sections import plan_timeline, plots, tiles
 from nereus_core.report.tables import comparison, decisions, transition
+
+_OPEN = 10
+"""Transitions shown unfolded; chosen, not measured."""
 
 
 def render(run: RunRecord, *, title: str, baseline: RunRecord | None = None) -> str:
@@ -23,10 +27,14 @@ def render(run: RunRecord, *, title: str, baseline: RunRecord | None = None) -> 
     if run.finished is None:
         state = "The events end before the run does."
     else:
-        state = f"The run ended: {run.finished.outcome}."
+        state = f"The run ended: {run.finished.outcome.rstrip('.')}."
+    if run.finished is not None and run.finished.outcome.startswith("failed"):
+        state = f"{badge('failed', 'bad')} {escape(state)}"
+    else:
+        state = escape(state)
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="intro">{escape(facts)}. {escape(state)}<br>'
+        f'<p class="intro">{escape(facts)}. {state}<br>'
         f"Start-up plan: <code>{escape(plan_line(started.plan))}</code></p>",
         tiles(run),
     ]
@@ -47,7 +55,9 @@ def render(run: RunRecord, *, title: str, baseline: RunRecord | None = None) -> 
             '<p class="intro">Primitives on the transition’s own clock; bars that overlap ran '
             "concurrently, thin lines are edges of the graph.</p>"
         )
-        parts += [transition(t) for t in run.transitions]
+        parts += [transition(t) for t in run.transitions[:_OPEN]]
+        if more := run.transitions[_OPEN:]:
+            parts.append(fold(f"{len(more)} more transitions", "".join(map(transition, more))))
     if baseline is not None and baseline.steps and run.steps:
         parts.append("<h2>Against the baseline</h2>")
         parts.append(

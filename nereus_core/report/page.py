@@ -33,10 +33,17 @@ def figure(
 ) -> str:
     """Return a card with a drawing for each kind of screen, and its legend."""
     drawings = "".join(draw(width) for width in (WIDE if full else HALF, MIDDLE, PHONE))
+    below = f'<span class="unit">{escape(unit)}</span>' if unit else ""
     return (
-        f'<figure class="card"><figcaption><h3>{escape(title)}</h3>'
-        f'<span class="unit">{escape(unit)}</span>{legend(keys)}</figcaption>{drawings}</figure>'
+        f'<figure class="card"><figcaption><h3>{escape(title)}</h3>{below}{legend(keys)}'
+        f"</figcaption>{drawings}</figure>"
     )
+
+
+def inset(draw: Draw, keys: Sequence[Key]) -> str:
+    """Return a drawing that stands inside a card, without a title of its own."""
+    drawings = "".join(draw(width) for width in (WIDE, MIDDLE, PHONE))
+    return f'<figure class="inset"><figcaption>{legend(keys)}</figcaption>{drawings}</figure>'
 
 
 def legend(keys: Sequence[Key]) -> str:

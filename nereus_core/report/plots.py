@@ -95,7 +95,8 @@ def _line(frame: Frame, steps: Sequence[int], line: Series) -> list[str]:
             runs.append([])
         else:
             runs[-1].append((frame.x(step), frame.y(value)))
-    css = f"line {line.style}{' dashed' if line.dashed else ''}"
+    dense = len(steps) > frame.width / 2
+    css = f"line {line.style}{' dashed' if line.dashed else ''}{' dense' if dense else ''}"
     parts = []
     for run in filter(None, runs):
         if len(run) == 1:

@@ -65,6 +65,9 @@ class TransitionGraph:
     edges: tuple[Edge, ...]
     parked_before: UnitMap = field(default_factory=UnitMap)
     """Units that an earlier, failed transition parked: sources only."""
+    _priced: tuple[PrimitiveCost, Mapping[OpId, Interval]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.topological()
@@ -138,15 +141,20 @@ class TransitionGraph:
             depth[op.op_id] = 1 + max((depth[p] for p in before[op.op_id]), default=0)
         return max(depth.values(), default=0)
 
-    def predicted(self, cost: PrimitiveCost) -> Interval:
-        """Makespan: the longest path, for the mean and for each bound.
+    def prices(self, cost: PrimitiveCost) -> Mapping[OpId, Interval]:
+        """Seconds of every primitive; asked again with the same cost model, nothing is computed."""
+        if self._priced is None or self._priced[0] is not cost:
+            prices = {op.op_id: cost.primitive(op, self.atlas) for op in self.ops}
+            object.__setattr__(self, "_priced", (cost, prices))  # a memo: no part of the value
+            return prices
+        return self._priced[1]
 
-        Cost: O(primitives + edges), one pricing per primitive.
-        """
-        before = self.predecessors()
+    def predicted(self, cost: PrimitiveCost) -> Interval:
+        """Makespan: the longest path, for the mean and for each bound."""
+        before, prices = self.predecessors(), self.prices(cost)
         finish: dict[OpId, tuple[float, float, float]] = {}
         for op in self.topological():
-            own = cost.primitive(op, self.atlas)
+            own = prices[op.op_id]
             starts = [finish[p] for p in before[op.op_id]] or [(0.0, 0.0, 0.0)]
             mean_s, low_s, high_s = (max(times) for times in zip(*starts, strict=True))
             finish[op.op_id] = (mean_s + own.mean_s, low_s + own.low_s, high_s + own.high_s)
@@ -168,6 +176,7 @@ class TransitionGraph:
 
     def to_json(self, cost: PrimitiveCost | None = None) -> tuple[list[Any], list[Any]]:
         """Return nodes and edges as plain values, in the shape of events.TransitionStarted."""
+        prices = {} if cost is None else self.prices(cost)
         ops = [
             {
                 "op_id": op.op_id,
@@ -175,7 +184,7 @@ class TransitionGraph:
                 "text": str(op),
                 "stage": str(model_stage_of(op)),
                 "devices": [str(d) for d in sorted(touched(op, self.atlas))],
-                "predicted_s": cost and cost.primitive(op, self.atlas).mean_s,
+                "predicted_s": prices[op.op_id].mean_s if prices else None,
             }
             for op in self.topological()
         ]

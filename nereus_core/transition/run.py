@@ -159,7 +159,7 @@ def _call(op: Primitive, adapter: Adapter) -> Receipt:
 def _report(end: _Finished, graph: TransitionGraph, conditions: Conditions) -> None:
     op, result = end.op, end.result
     cost = conditions.cost
-    predicted_s = None if cost is None else cost.primitive(op, graph.atlas).mean_s
+    predicted_s = None if cost is None else graph.prices(cost)[op.op_id].mean_s
     receipt = result if isinstance(result, Receipt) else None
     conditions.log.emit(
         PrimitiveFinished(

@@ -174,7 +174,7 @@ class MemoryAdapter:
                 raise NotAtBoundary(str(op), op)
             if self.fault:
                 self.fault(op, "start")
-            check(op, self._units, self.parked)
+            check(op, self.units(), self.parked)
             devices = touched(op, atlas)
             for other, busy in self._running.items():
                 assert busy.isdisjoint(devices), f"{op.op_id} overlaps {other}"
@@ -197,7 +197,7 @@ class MemoryAdapter:
                 del self._running[op.op_id]
 
     def _commit(self, op, atlas):
-        before = self._units
+        before = self.units()
         model, stage = self._job.model(model_stage_of(op)), model_stage_of(op)
         senders = [atlas[u] for u in sources(op)]
         moved = total = 0

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nereus_adapters.torch.engine.families import norm_start
+from nereus_adapters.torch.engine.initial import initial_tensor
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nereus_adapters.torch.engine.initial import initial_tensor
 from nereus_core.errors import ModelConfigError, NereusError
 from nereus_core.model import ModelSpec
 from nereus_core.state import Box, Shard, tensor_rules
@@ -113,7 +114,11 @@ def export_model(source: Path | Mapping[str, Any], folder: Path, *, seed: int = 
 def _write_random(config: Mapping[str, Any], folder: Path, seed: int) -> None:
     model = ModelSpec.from_hf_config(config)
     std = float(config.get("initializer_range", DEFAULT_STD))
-    tensors = {r.name: initial_tensor(r.name, r.shape, seed, std) for r in tensor_rules(model)}
+    norm = norm_start(model.family)
+    tensors = {
+        rule.name: initial_tensor(rule.name, rule.shape, seed, std, norm)
+        for rule in tensor_rules(model)
+    }
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2), encoding="utf-8")
 
@@ -124,7 +129,9 @@ def _convert(source: Path, folder: Path) -> None:
         source, where = source.parent, {"gguf_file": source.name}
     loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where)
     config = loaded.config.to_dict()
-    config.pop("quantization_config", None)  # of the file that was read; its weights are plain now
+    # Of the file that was read, and its path: the weights are plain now, and here.
+    for key in ("quantization_config", "_name_or_path"):
+        config.pop(key, None)
     model, state = ModelSpec.from_hf_config(config), loaded.state_dict()
     tensors = {rule.name: state[rule.name].contiguous() for rule in tensor_rules(model)}
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})

@@ -86,6 +86,14 @@ class Group:
         self._wait(f"receive from rank {src}", lambda pg: pg.recv([tensor], src, 0))
         return tensor
 
+    def isend(self, tensor: torch.Tensor, dst: int) -> Callable[[], None]:
+        """Begin to send a contiguous tensor; call the result to wait until it has gone."""
+        return self._start(f"send to rank {dst}", lambda pg: pg.send([tensor], dst, 0))
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> Callable[[], None]:
+        """Begin to receive into a contiguous tensor; call the result to wait until it is there."""
+        return self._start(f"receive from rank {src}", lambda pg: pg.recv([tensor], src, 0))
+
     def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Copy a contiguous tensor of ``src`` into every member's, in place; returns it."""
         if self.size > 1:
@@ -100,22 +108,39 @@ class Group:
             self._wait("barrier", lambda pg: pg.barrier())
 
     def close(self) -> None:
-        """Give up connections; pending operations of other members fail."""
+        """Give up connections; operations of other members that wait for this one fail at once.
+
+        To be called by the thread that communicates: gloo does not interrupt an operation that
+        another thread of this process waits for.
+        """
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()
 
     def _wait(self, doing: str, start: Callable[[Any], Any]) -> None:
+        self._start(doing, start)()
+
+    def _start(self, doing: str, start: Callable[[Any], Any]) -> Callable[[], None]:
         if self._backend is None:
             raise NereusError(f"{doing} in group {self.name}, which has no peers or is closed.")
         try:
-            start(self._backend).wait()
+            work = start(self._backend)
         except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            if "timed out" in first.lower() or "timeout" in first.lower():
-                awaited = f"{doing} in group {self.name} ({self.size} members)"
-                raise WaitTimeout(awaited, self.timeout_s) from error
-            raise PeerLost(self.name, doing, first) from error
+            raise self._named(doing, error) from error
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._named(doing, error) from error
+
+        return wait
+
+    def _named(self, doing: str, error: RuntimeError) -> NereusError:
+        first = str(error).splitlines()[0]
+        if "timed out" in first.lower() or "timeout" in first.lower():
+            return WaitTimeout(f"{doing} in group {self.name} ({self.size} members)", self.timeout_s)
+        return PeerLost(self.name, doing, first)
 
 
 def make_group(

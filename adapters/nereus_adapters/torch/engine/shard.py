@@ -10,11 +10,12 @@ import torch
 
 from nereus_adapters.torch.engine.checkpoint import DEFAULT_STD, Folder
 from nereus_adapters.torch.engine.digest import digest_box
+from nereus_adapters.torch.engine.families import norm_start
 from nereus_adapters.torch.engine.generation import Sampling, generate
 from nereus_adapters.torch.engine.gradients import GradientPlan, owners
 from nereus_adapters.torch.engine.groups import UnitGroups
 from nereus_adapters.torch.engine.initial import cut, initial_tensor
-from nereus_adapters.torch.engine.losses import METRICS, response_hidden, token_logprobs
+from nereus_adapters.torch.engine.losses import METRICS, token_scores
 from nereus_adapters.torch.engine.optimizer import adamw_step, clip_factor, learning_rate
 from nereus_adapters.torch.engine.pipeline import sweep, train_1f1b
 from nereus_adapters.torch.engine.stage_model import StageModel
@@ -102,9 +103,8 @@ class UnitShard:
 
     def tensor(self, slot: Slot, name: str) -> torch.Tensor:
         """Return the local storage of a logical tensor's box; nothing is copied or gathered."""
-        if slot is Slot.PARAM:
-            return self._module.get_parameter(name).detach()
-        return self._moments[slot, name]
+        is_param = slot is Slot.PARAM
+        return self._module.get_parameter(name).detach() if is_param else self._moments[slot, name]
 
     def allocate(self) -> dict[tuple[Slot, str], torch.Tensor]:
         """Return uninitialised tensors for every slot and name, to be filled and adopted."""
@@ -136,10 +136,11 @@ class UnitShard:
 
     def init(self, seed: int) -> None:
         """Fill with random weights and zero moments; the same model in every layout."""
+        norm = norm_start(self.model.family)
         shapes = {rule.name: rule.shape for rule in tensor_rules(self.model)}
         self._start(
             {
-                name: cut(initial_tensor(name, shapes[name], seed, self._std), box)
+                name: cut(initial_tensor(name, shapes[name], seed, self._std, norm), box)
                 for name, box in self._boxes.items()
             }
         )
@@ -203,6 +204,10 @@ class UnitShard:
         self._ready()
         if self.model.head != "lm":
             raise NereusError(f"{self.model.name} has a value head; it generates nothing.")
+        if len(seeds) != len(prompts):
+            raise NereusError(f"{len(prompts)} prompts and {len(seeds)} seeds; one each is needed.")
+        if not greedy and temperature <= 0:
+            raise NereusError(f"temperature {temperature:g} is not positive; use greedy=True.")
         if not prompts:
             return Generated([], [])
         sampling = Sampling(max_new_tokens, temperature, eos_id, greedy)
@@ -224,16 +229,12 @@ class UnitShard:
         wide = torch.promote_types(self._dtype, torch.float32)
         found = torch.zeros(batch.tokens.shape, dtype=wide, device=self.device)
         start = 0
-        for rows, hidden in sweep(self._module, batch.micro_batches(micro_batch or len(batch))):
-            states, mask = response_hidden(hidden, rows)
-            with torch.no_grad():
-                scores = (
-                    self._module.value(states)
-                    if value
-                    else token_logprobs(self._module, hidden, rows)[0]
-                )
+        for rows, hidden in sweep(
+            self._module, batch.micro_batches(micro_batch or max(1, len(batch)))
+        ):
+            mask = rows.response_mask
             part = found[start : start + len(rows), : mask.shape[1]]
-            part[mask] = scores
+            part[mask] = token_scores(self._module, hidden, rows)
             start += len(rows)
         return found if self._module.is_last else None
 
@@ -249,8 +250,9 @@ class UnitShard:
             Metrics, identical everywhere.
 
         Raises:
-            WaitTimeout, PeerLost: nothing was changed on this rank. Ranks of an intact unit agree
-            on whether the step was done; units may not, ``counters["step"]`` tells.
+            WaitTimeout, PeerLost: nothing was changed on this rank; close its groups, so that those
+                who wait for it fail too. Ranks of an intact unit agree on whether the step was
+                done; units may not, ``counters["step"]`` tells.
         """
         self._ready()
         if self.stage is not Stage.TRAIN or self.optimizer is None:
@@ -293,6 +295,6 @@ class UnitShard:
         if not self._linked:
             raise NereusError(f"rank {self.local_rank} of {self.layout} has no groups; link first.")
         missing = [n for n, p in self._module.named_parameters() if p.is_meta]
-        missing += [n for s in self.slots[1:] for n in self._boxes if (s, n) not in self._moments]
+        missing += [n for n in self._boxes for s in self.slots[1:] if (s, n) not in self._moments]
         if missing:
             raise NereusError(f"{len(missing)} tensors have no storage, first {missing[0]}.")

@@ -117,7 +117,7 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Self:
         """Return some sequences, without the columns that are padding in all of them."""
-        width = int(self.total_lens[start:stop].max())
+        width = int(self.total_lens[start:stop].max()) if stop > start else 0
         picked = {
             f.name: value[start:stop, :width] if value.dim() == 2 else value[start:stop]
             for f in fields(self)

@@ -12,15 +12,18 @@ from nereus_adapters.torch.engine import (
     Batch,
     LossSpec,
     OptimizerSpec,
+    PeerLost,
     UnitShard,
     make_unit_groups,
 )
 
+from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.state import Slot
 from nereus_core.workload import Stage
 
 TIMEOUT_S = 60.0
+STEPS = 3
 CPU = torch.device("cpu")
 FLOAT64 = torch.float64
 # An uneven cut of layers, kv heads below tp=4, a vocabulary nothing divides, weights far from
@@ -41,6 +44,8 @@ LLAMA = {
 UNTIED = LLAMA | {"tie_word_embeddings": False}
 QWEN2 = UNTIED | {"model_type": "qwen2"}
 QWEN3 = LLAMA | {"model_type": "qwen3"}
+# One kv head, tied, scaled embeddings, norms around one, GELU.
+GEMMA = LLAMA | {"model_type": "gemma", "num_key_value_heads": 1}
 MISTRAL = UNTIED | {"model_type": "mistral", "sliding_window": 5}
 SPEC = OptimizerSpec(
     lr=3e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2, total_steps=10, schedule="cosine"
@@ -69,8 +74,9 @@ class Peers:
         return self
 
     def __exit__(self, *_):
-        for process, end in self._ends:
+        for _, end in self._ends:
             end.close()
+        for process, _ in self._ends:
             process.join(TIMEOUT_S)
             if process.is_alive():
                 process.kill()
@@ -143,15 +149,14 @@ def loss_for(batch, *, value=False):
 
 
 def share(batch, unit, num_units):
-    """This unit's sequences."""
-    each = len(batch) // num_units
-    return batch.rows(unit * each, (unit + 1) * each)
+    """This unit's sequences; shares differ by one where they must."""
+    return batch.rows(unit * len(batch) // num_units, (unit + 1) * len(batch) // num_units)
 
 
-def train_steps(shard, steps, unit, num_units, *, value):
+def train_steps(shard, steps, unit, num_units, *, value=False, dtype=FLOAT64):
     metrics = []
     for step in range(steps):
-        batch = batch_of(step)
+        batch = batch_of(step, dtype)
         spec = loss_for(batch, value=value)
         metrics.append(shard.train(share(batch, unit, num_units), spec, micro_batch=2))
     return metrics
@@ -169,20 +174,24 @@ def tensors_of(shard):
 def linked(rank, store, prefix, config, layout, num_units, **how):
     unit, local_rank = divmod(rank, layout.num_devices)
     shard = build(config, layout, local_rank, **how)
-    groups = make_unit_groups(
+    groups = _groups(store, prefix, shard, unit, num_units)
+    shard.link(groups)
+    shard.init(seed=3)
+    return shard, groups, unit
+
+
+def _groups(store, prefix, shard, unit, num_units):
+    return make_unit_groups(
         store,
         prefix,
         shard.model,
-        layout,
-        local_rank,
+        shard.layout,
+        shard.local_rank,
         unit=unit,
         num_units=num_units,
         device=CPU,
         timeout_s=TIMEOUT_S,
     )
-    shard.link(groups)
-    shard.init(seed=3)
-    return shard, groups, unit
 
 
 def train_job(rank, store, prefix, config, layout, num_units, steps, value):
@@ -191,6 +200,46 @@ def train_job(rank, store, prefix, config, layout, num_units, steps, value):
     result = metrics, tensors_of(shard), shard.digests(), dict(shard.counters)
     groups.close()
     return result
+
+
+def dtype_job(rank, store, prefix, layout, dtype):
+    shard, groups, _ = linked(rank, store, prefix, LLAMA, layout, 1, dtype=dtype)
+    metrics = train_steps(shard, STEPS, 0, 1, dtype=torch.float32)
+    tokens = shard.generate(PROMPTS, max_new_tokens=3, seeds=list(range(len(PROMPTS))))
+    groups.close()
+    return [m.loss for m in metrics], tokens
+
+
+def lost_job(rank, store, prefix):
+    """Two units; after a step one of them is gone, and the other goes on alone."""
+    shard, groups, unit = linked(rank, store, prefix, LLAMA, Layout(1, 2), 2)
+    train_steps(shard, 1, unit, 2)
+    if unit == 1:
+        groups.close()
+        return None
+    before, counters = shard.digests(), dict(shard.counters)
+    try:
+        train_steps(shard, 1, unit, 2)
+    except PeerLost:
+        groups.close()
+    else:
+        raise AssertionError("the lost unit went unnoticed")
+    unchanged = (shard.digests(), shard.counters) == (before, counters)
+    groups = _groups(store, f"{prefix}/next", shard, 0, 1)
+    shard.link(groups)
+    batch = batch_of(1)
+    metrics = shard.train(batch, loss_for(batch), micro_batch=2)
+    groups.close()
+    return unchanged, metrics
+
+
+def empty_job(rank, store, prefix):
+    """Two units, one of which has no sequences."""
+    shard, groups, unit = linked(rank, store, prefix, LLAMA, Layout(1, 1), 2)
+    batch = batch_of(0)
+    metrics = shard.train(batch.rows(0, 8 * unit), loss_for(batch), micro_batch=2)
+    groups.close()
+    return metrics, shard.digests()
 
 
 def generate_job(rank, store, prefix, config, layout, calls):

@@ -33,7 +33,8 @@ def test_greedy_equals_hugging_face(config):
     shard = ep.build(config, Layout(1, 1), 0, stage=Stage.GENERATE)
     shard.init(seed=3)
     reference = AutoModelForCausalLM.from_config(full_config(config)).double().eval()
-    widen_norms(reference, family(config["model_type"]).norm)
+    name = config["model_type"]
+    widen_norms(reference, name, family(name, 32).norm)
     reference.generation_config.eos_token_id = None
     state = {n: shard.tensor(Slot.PARAM, n) for n in shard.names}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
@@ -96,6 +97,14 @@ def test_a_critic_generates_nothing():
     shard.init(seed=3)
     with pytest.raises(NereusError, match="value head"):
         shard.generate(ep.PROMPTS, **GREEDY)
+
+
+def test_what_cannot_be_sampled_is_refused(alone):
+    with pytest.raises(NereusError, match="8 prompts and 1 seeds"):
+        alone.generate(ep.PROMPTS, **(SAMPLED | {"seeds": [1]}))
+    with pytest.raises(NereusError, match="temperature 0 is not positive"):
+        alone.generate(ep.PROMPTS, **(SAMPLED | {"temperature": 0.0}))
+    assert alone.generate([], **(SAMPLED | {"seeds": []})).tokens == []
 
 
 def test_sampling_follows_the_softmax():

@@ -3,13 +3,13 @@
 import engine_peers as ep
 import numpy as np
 import pytest
+import torch
 from nereus_adapters.torch.engine import combine
 
 from nereus_core.layout import Layout
 from nereus_core.state import Slot
 
 pytestmark = pytest.mark.real
-STEPS = 3
 ONE = Layout(1, 1)
 
 CASES = [
@@ -19,6 +19,7 @@ CASES = [
     pytest.param(ep.LLAMA, Layout(1, 3), 1, False, id="llama-tied-pp3-uneven"),
     pytest.param(ep.LLAMA, Layout(2, 2), 1, False, id="llama-tied-tp2pp2"),
     pytest.param(ep.LLAMA, Layout(1, 1), 4, False, id="llama-dp4"),
+    pytest.param(ep.LLAMA, Layout(1, 1), 3, False, id="llama-dp3-uneven"),
     pytest.param(ep.LLAMA, Layout(2, 1), 2, False, id="llama-tp2dp2"),
     pytest.param(ep.LLAMA, Layout(1, 2), 2, False, id="llama-tied-pp2dp2"),
     pytest.param(ep.UNTIED, Layout(2, 2), 1, False, id="llama-untied-tp2pp2"),
@@ -26,6 +27,7 @@ CASES = [
     pytest.param(ep.QWEN3, Layout(2, 2), 1, False, id="qwen3-norms-tp2pp2"),
     pytest.param(ep.QWEN3, Layout(4, 1), 1, False, id="qwen3-norms-tp4-kv2"),
     pytest.param(ep.MISTRAL, Layout(2, 1), 2, False, id="mistral-window-tp2dp2"),
+    pytest.param(ep.GEMMA, Layout(2, 2), 1, False, id="gemma-kv1-tp2pp2"),
     pytest.param(ep.LLAMA, Layout(2, 2), 1, True, id="critic-tp2pp2"),
     pytest.param(ep.LLAMA, Layout(2, 1), 2, True, id="critic-tp2dp2"),
 ]
@@ -41,7 +43,7 @@ def alone():
         if key not in made:
             shard = ep.build(config, ONE, 0, value=value)
             shard.init(seed=3)
-            metrics = ep.train_steps(shard, STEPS, 0, 1, value=value)
+            metrics = ep.train_steps(shard, ep.STEPS, 0, 1, value=value)
             made[key] = metrics, ep.tensors_of(shard)
         return made[key]
 
@@ -52,11 +54,11 @@ def alone():
 def test_training_equals_one_rank(peers, alone, config, layout, num_units, value):
     expected_metrics, expected = alone(config, value)
     size = layout.num_devices * num_units
-    results = peers.run(size, ep.train_job, config, layout, num_units, STEPS, value)
+    results = peers.run(size, ep.train_job, config, layout, num_units, ep.STEPS, value)
 
     copies = {}
     for metrics, tensors, _, counters in results:
-        assert counters == {"step": STEPS, "weight_version": STEPS}
+        assert counters == {"step": ep.STEPS, "weight_version": ep.STEPS}
         assert metrics == results[0][0], "metrics differ between ranks"
         for mine, theirs in zip(metrics, expected_metrics, strict=True):
             assert mine.loss == pytest.approx(theirs.loss, abs=1e-9)
@@ -81,6 +83,35 @@ def test_training_changes_what_it_should(alone):
     for name in start.names:
         moved = np.abs(after[Slot.PARAM, name][1] - start.tensor(Slot.PARAM, name).numpy())
         assert moved.max() > 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str
+)
+def test_narrower_types_stay_near(peers, dtype, tolerance):
+    """Groups, pipeline and sampling carry every type; rounding sets how near they stay."""
+    shard = ep.build(ep.LLAMA, ONE, 0, dtype=dtype)
+    shard.init(seed=3)
+    expected = [m.loss for m in ep.train_steps(shard, ep.STEPS, 0, 1, dtype=torch.float32)]
+    results = peers.run(4, ep.dtype_job, Layout(2, 2), dtype)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_lost_unit_leaves_the_others_as_they_were_and_able_to_go_on(peers, alone):
+    expected_metrics, _ = alone(ep.LLAMA, False)
+    for unchanged, metrics in peers.run(4, ep.lost_job)[:2]:
+        assert unchanged
+        assert metrics.loss == pytest.approx(expected_metrics[1].loss, abs=1e-9)
+        assert metrics.grad_norm == pytest.approx(expected_metrics[1].grad_norm, rel=1e-9)
+
+
+def test_a_unit_without_sequences_takes_part(peers, alone):
+    expected_metrics, _ = alone(ep.LLAMA, False)
+    (first, bits), (second, other_bits) = peers.run(2, ep.empty_job)
+    assert first == second
+    assert bits == other_bits
+    assert first.loss == pytest.approx(expected_metrics[0].loss, abs=1e-9)
 
 
 @pytest.mark.parametrize("value", [False, True], ids=["logprobs", "values"])
