@@ -155,6 +155,34 @@ def test_what_is_unsupported_is_skipped_and_its_refusal_is_tested(held):
     )
 
 
+def test_what_needs_a_newer_backend_counts_as_unsupported(held):
+    run = held("too_early", "test_split or test_refusals")
+
+    assert run.code == 0, run.output[-4000:]
+    assert "test_split_keeps_parameters" in run.named("skipped")
+    assert run.report["primitives"]["split"]["train"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "said"),
+    [
+        ("seamed", set(), ""),
+        ("seam_gone", {"test_every_seam_resolves", "test_seam_signatures_match"}, "has no Gone"),
+        ("seam_changed", {"test_seam_signatures_match"}, "(self, plugin, name)"),
+        (
+            "seam_undeclared",
+            {"test_no_framework_name_is_used_that_is_not_a_seam"},
+            "used and not declared as seams: pluggy:Result",
+        ),
+    ],
+)
+def test_seams_are_read_from_the_source_of_the_framework(held, name, failed, said):
+    run = held(name, "test_seams")
+
+    assert run.named("failed") == failed, run.output[-4000:]
+    assert said in run.output
+
+
 def test_an_unsupported_primitive_that_works_is_caught(held):
     run = held("false_refusal", "test_refusals")
 
