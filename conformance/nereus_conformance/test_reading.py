@@ -12,7 +12,7 @@ from nereus_core.capabilities import Feature
 from nereus_core.layout import Layout
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Stage
 
-QUIET_S = 2.0
+QUIET_S = 5.0
 """Reading a few objects takes far less; a read that takes longer waits for the step. Chosen, not
 measured."""
 

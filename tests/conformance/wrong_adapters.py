@@ -141,7 +141,7 @@ class Synchronises(SimAdapter):
 
     def units(self) -> UnitMap:
         gate = self._running.gate
-        end_s = time.monotonic() + 4.0
+        end_s = time.monotonic() + 8.0
         with gate._changed:
             gate._changed.wait_for(lambda: not gate._in_flight, end_s - time.monotonic())
         return super().units()
@@ -220,7 +220,7 @@ ADAPTERS = {
     "i9": Wrong(Synchronises),
     "i10": Wrong(RepeatsABatch),
     "i11": Wrong(ServesOldWeights),
-    "i12": Wrong(StaysStopped, wait_s=0.5),
+    "i12": Wrong(StaysStopped, wait_s=5.0),
     "refuses": Wrong(CannotSplit, replace(ALL, split=NO_STAGE)),
     "cannot_yet": Wrong(CannotSplit, replace(ALL, split=NOT_YET)),
     "modest": Wrong(SimAdapter, replace(ALL, split=NOT_YET)),
