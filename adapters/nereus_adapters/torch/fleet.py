@@ -127,18 +127,22 @@ class Fleet:
     # --- Calls --------------------------------------------------------------------------------
 
     def send(self, shares: Mapping[UnitId, Mapping[str, Any]], method: str) -> list[Pending]:
-        """Call a method on all seats of some units, in one go, with each unit's arguments."""
+        """Call a method on all seats of some units, in one go, with each unit's arguments.
+
+        Returns:
+            Calls in order of units, and of local ranks inside a unit.
+
+        Raises:
+            UnitLost: a unit is not alive.
+        """
         units = self.units
         gone = [unit for unit in shares if unit not in units]
         if gone:
             raise UnitLost(gone, tuple(units), f"before {method}")
-        return self.pool.send(
-            {
-                device: (method, {"unit": unit, **kwargs})
-                for unit, kwargs in shares.items()
-                for device in units[unit].devices
-            }
-        )
+        ranks = [(d, unit) for unit in shares for d in units[unit].devices]
+        sent = self.pool.send({d: (method, {"unit": unit, **shares[unit]}) for d, unit in ranks})
+        by_device = {call.device: call for call in sent}
+        return [by_device[device] for device, _ in ranks]
 
     def settle(self, pending: Sequence[Pending], timeout_s: float) -> list[Answer]:
         """Wait for every call, also after one has failed, and return the answers in order.
@@ -157,6 +161,7 @@ class Fleet:
             except Exception as error:
                 if isinstance(error, WaitTimeout) and not call.future.done():
                     self.pool.kill(call.device)
+                    error = WaitTimeout(error.awaited, timeout_s)
                 errors.append(error)
         if errors:
             raise min(errors, key=_consequence)

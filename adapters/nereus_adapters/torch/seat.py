@@ -99,6 +99,10 @@ class Seat:
         """Return a shard's counters, of a parked one too."""
         return dict({**self.parked, **self.units}[unit].counters)
 
+    def set_counter(self, unit: UnitId, name: str, value: int) -> None:
+        """Change a counter, for tests that need state to be wrong."""
+        self.units[unit].counters[name] = value
+
     def digests(self, unit: UnitId) -> dict[str, str]:
         """Return a shard's partial digests."""
         return self.units[unit].digests()
@@ -115,11 +119,11 @@ class Seat:
                 found[f"{slot}/{name}"] = (shard.box(name).offset, tensor.numpy())
         return found
 
-    def poke(self, unit: UnitId, slot: Slot, name: str) -> None:
-        """Add one to a tensor where it is held, for tests that need state to be wrong."""
+    def poke(self, unit: UnitId, slot: Slot, name: str, factor: float, term: float) -> None:
+        """Change a tensor where it is held, for tests that need state to be wrong."""
         shard = self.units[unit]
         if name in shard.names:
-            shard.tensor(slot, name).add_(1)
+            shard.tensor(slot, name).mul_(factor).add_(term)
 
     def memory(self, *, reset: bool = False) -> Memory:
         """Return state bytes as counted; ``reset`` starts a new window for the peak."""
@@ -282,8 +286,8 @@ class Seat:
         return found.cpu() if found is not None and first else None
 
     def _computed(self, unit: UnitId, method: str, kwargs: Mapping[str, Any]) -> Any:
-        self.faults.at(method)
         try:
+            self.faults.at(method)
             return getattr(self.units[unit], method)(**kwargs)
         except BaseException:
             # Peers must not wait for a rank that has given up.
