@@ -112,7 +112,7 @@ class TransitionFinished:
     step: int
     outcome: str
     elapsed_s: float
-    predicted_s: float
+    predicted_s: float | None
     moved_bytes: int
     plan: Json
     error: str | None = None

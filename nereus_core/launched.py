@@ -29,3 +29,12 @@ class Launched(Protocol):
     def close(self) -> None:
         """End everything the job started. Safe to call twice."""
         ...
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """What a job on a clock of its own has besides: a simulated one, whose seconds are not ours."""
+
+    def clock_s(self) -> float:
+        """Seconds since some fixed moment, on the job's clock."""
+        ...

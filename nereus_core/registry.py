@@ -11,7 +11,7 @@ import difflib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -24,12 +24,12 @@ from nereus_core.backend_status import (
     BackendStatus,
     backend_status,
     require_backend,
-    requirement_of,
 )
 from nereus_core.cluster import DeviceSpec, LinkSpec
 from nereus_core.declaration import AdapterDeclaration
 from nereus_core.device_specs import DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import AdapterError, ConfigError, DuplicateAdapter, NoSuchAdapter
+from nereus_core.probe import hooks_manager, one_line, origin, probe
 
 if TYPE_CHECKING:
     from nereus_core.adapter import Adapter
@@ -87,7 +87,7 @@ class Registry:
     _of_process: ClassVar[dict[int, Registry]] = {}
 
     def __init__(self) -> None:
-        self._manager = _manager()
+        self._manager = hooks_manager()
         self._plugins: list[Plugin] = []
         self._broken: list[Broken] = []
         self._declared: dict[str, tuple[AdapterDeclaration, Plugin]] = {}
@@ -125,7 +125,7 @@ class Registry:
             DuplicateAdapter: two plugins declare one adapter name.
             ConfigError: ``only`` names an entry point that is not installed.
         """
-        ordered = sorted(points, key=lambda p: (p.name, _distribution(p)))
+        ordered = sorted(points, key=lambda p: (p.name, origin(p)))
         if only is not None:
             wanted, names = list(only), sorted({p.name for p in ordered})
             for name in wanted:
@@ -143,13 +143,13 @@ class Registry:
         return registry
 
     def _add(self, point: EntryPoint, strict: bool) -> None:
-        distribution, version = _distribution(point)
+        distribution, version = origin(point)
         try:
             module = point.load()
-            declared = _probe(module)
+            declared = probe(module)
         # SystemExit too: a package that exits on import must not end the host.
         except (Exception, SystemExit) as error:
-            broken = Broken(point.name, distribution, version, _one_line(error))
+            broken = Broken(point.name, distribution, version, one_line(error))
             if strict:
                 raise AdapterError(
                     f"plugin {broken} (from {distribution} {version}; NEREUS_STRICT_PLUGINS is set)"
@@ -179,10 +179,12 @@ class Registry:
 
     def adapters(self) -> tuple[Installed, ...]:
         """Declared adapters, sorted by name, with the state of their backends."""
-        return tuple(
-            Installed(declaration, plugin, backend_status(declaration))
-            for _, (declaration, plugin) in sorted(self._declared.items())
-        )
+        return tuple(self.installed(name) for name in sorted(self._declared))
+
+    def installed(self, name: str) -> Installed:
+        """Return one adapter; raises NoSuchAdapter listing installed and broken."""
+        declaration, plugin = self._find(name)
+        return Installed(declaration, plugin, backend_status(declaration))
 
     def declaration(self, name: str) -> AdapterDeclaration:
         """Return what an adapter declares; raises NoSuchAdapter listing installed and broken."""
@@ -300,7 +302,7 @@ class Registry:
             try:
                 reason = self._caller(plugin, "nereus_veto")(decision=decision)
             except Exception as error:  # see above: the reason reaches the decision's record
-                return f"plugin {plugin} failed in nereus_veto: {_one_line(error)}"
+                return f"plugin {plugin} failed in nereus_veto: {one_line(error)}"
             if reason is not None:
                 return f"{reason} ({plugin})"
         return None
@@ -312,54 +314,3 @@ class Registry:
     def _call(self, plugin: Plugin, hook: str, **kwargs: object) -> list[Any]:
         results: list[Any] = self._caller(plugin, hook)(**kwargs)
         return results
-
-
-def _manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
-
-
-def _distribution(point: EntryPoint) -> tuple[str, str]:
-    return (point.dist.name, point.dist.version) if point.dist else ("unknown distribution", "?")
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
-
-
-def _probe(module: object) -> tuple[AdapterDeclaration, ...]:
-    """Check a plugin in a manager of its own, where a fault touches nobody; return declarations."""
-    manager = _manager()
-    known = sorted(vars(manager.hook))
-    marked = {
-        name: opts for name in dir(module) if (opts := manager.parse_hookimpl_opts(module, name))
-    }
-    if not marked:
-        raise AdapterError("implements no hook; mark functions with nereus_core.hookspecs.hookimpl")
-    for name, opts in marked.items():
-        hook = opts.get("specname") or name
-        if hook not in known and not opts.get("optionalhook"):
-            near = difflib.get_close_matches(hook, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise AdapterError(f"unknown hook {hook!r}{hint}")
-    manager.register(module)
-    found = tuple(_flattened(manager.hook.nereus_declare_adapter()))
-    for declaration in found:
-        requirement_of(declaration)
-    return found
-
-
-def _flattened(results: Iterable[object]) -> Iterator[AdapterDeclaration]:
-    for result in results:
-        for item in [result] if isinstance(result, AdapterDeclaration) else _items(result):
-            if not isinstance(item, AdapterDeclaration):
-                raise AdapterError(
-                    "nereus_declare_adapter must return AdapterDeclaration(s), "
-                    f"got {type(item).__name__}"
-                )
-            yield item
-
-
-def _items(result: object) -> Iterable[object]:
-    return result if isinstance(result, Iterable) else [result]

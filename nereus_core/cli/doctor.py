@@ -16,7 +16,7 @@ from nereus_core.backend_status import require_backend
 from nereus_core.capabilities import Feature, Level
 from nereus_core.cli.outcome import ExitCode, print_json
 from nereus_core.declaration import AdapterDeclaration
-from nereus_core.errors import AdapterError, NoSuchAdapter, SeamBroken
+from nereus_core.errors import AdapterError, SeamBroken
 from nereus_core.primitives import Kind
 from nereus_core.registry import Registry
 from nereus_core.seams import check_seam
@@ -73,17 +73,15 @@ def examine(registry: Registry, name: str) -> Iterator[Finding]:
             todo = f"mend or reinstall {broken.distribution} {broken.version}"
             yield Finding(question, False, broken.error, todo)
             return
-    found = [a for a in registry.adapters() if a.declaration.name == name]
-    if not found:
-        raise NoSuchAdapter(name, [a.declaration.name for a in registry.adapters()])
-    declaration = found[0].declaration
-    yield Finding(question, True, str(found[0].plugin))
+    found = registry.installed(name)
+    declaration = found.declaration
+    yield Finding(question, True, str(found.plugin))
 
     question = "backend meets the requirement"
     try:
         status = require_backend(declaration)
     except AdapterError as error:
-        yield Finding(question, False, str(error), found[0].status.todo)
+        yield Finding(question, False, str(error), found.status.todo)
         return
     installed = f"{declaration.requirement}, found {status.installed}"
     yield Finding(question, True, installed if declaration.requirement else "needs none")

@@ -53,7 +53,7 @@ def exit_code_of(error: NereusError) -> ExitCode:
         case NoFeasiblePlan():
             return ExitCode.NO_PLAN
         # A name that is nowhere was mistyped; one that is broken needs mending.
-        case NoSuchAdapter() if "(broken:" not in str(error):
+        case NoSuchAdapter() if all(b.partition(":")[0] != error.name for b in error.broken):
             return ExitCode.USAGE
         case AdapterError():
             return ExitCode.BACKEND

@@ -169,7 +169,9 @@ def _show(planned: Planned, memory: Mapping[Device, int], job: Job, took_s: floa
     console.print(table)
     if planned.runner_ups:
         console.print("\n[bold]Runner-ups[/bold]")
-        for other in planned.runner_ups:
+        # Plans that differ only in which devices they take read alike: the first stands for them.
+        unlike = {str(other.plan): other for other in reversed(planned.runner_ups)}
+        for other in reversed(unlike.values()):
             console.print(
                 f"  {seconds(other.predicted_s):>9}  {escape(str(other.plan))}\n"
                 f"             {escape(other.reason)}",

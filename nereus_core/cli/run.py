@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
+from nereus_core.errors import ConfigError
 from nereus_core.events import EventLog
+from nereus_core.launched import Timed
 from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_core.report.live import view_on
 from nereus_core.report.record import last_run
+from nereus_core.report.traces import write_traces
 from nereus_core.runner import drive
-from nereus_core.transition.trace import write_traces
 
 
 def run(
@@ -39,6 +43,10 @@ def run(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of events, traces and report.")
     ] = None,
+    assign: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration, as TOML."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print paths only.")] = False,
 ) -> None:
     """Run a job under Nereus: it is started, watched, and changed when that pays.
@@ -52,8 +60,10 @@ def run(
       nereus run examples/adaptive_grpo/nereus.toml
 
       nereus run nereus.toml --mode observe --steps 20 --run-dir runs/fixed
+
+      nereus run nereus.toml --set policy.delta=0.1 --set 'backend.events=[]'
     """
-    settings = _settings(config, adapter, mode, run_dir)
+    settings = _settings(config, assign or [], adapter, mode, run_dir)
     sys.path.insert(0, str(config.resolve().parent))
     settings.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     events = settings.run_dir / "events.jsonl"
@@ -63,20 +73,48 @@ def run(
             _drive(settings, events, console, steps, quiet)
     finally:
         if events.exists() and (recorded := last_run(events)):
-            write_traces(recorded, settings.run_dir / "traces")
+            write_traces((event for event, _ in recorded), settings.run_dir / "traces")
             write_report(events, settings.run_dir / "report.html")
             typer.echo(str(settings.run_dir / "report.html"))
 
 
 def _settings(
-    config: Path, adapter: str | None, mode: str | None, run_dir: Path | None
+    config: Path,
+    assignments: Sequence[str],
+    adapter: str | None,
+    mode: str | None,
+    run_dir: Path | None,
 ) -> NereusConfig:
+    """Read the file, then what the command line says instead."""
     settings = NereusConfig.load(config)
+    values = settings.model_dump()
+    for text in assignments:
+        values = _merged(values, _assignment(text))
     given = {"adapter": adapter, "mode": mode, "run_dir": run_dir}
-    if not settings.enabled:
+    if not values["enabled"]:
         given["mode"] = "observe"
-    changed = {key: value for key, value in given.items() if value is not None}
-    return NereusConfig.of(settings.model_dump() | changed)
+    return NereusConfig.of(values | {key: v for key, v in given.items() if v is not None})
+
+
+def _assignment(text: str) -> dict[str, Any]:
+    """Read ``KEY=VALUE`` as TOML; a value that is none is a string without its quotes."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError("--set", f"got {text!r}; expected KEY=VALUE")
+    for attempt in (text, f"{key} = {json.dumps(value)}"):
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(attempt)
+    raise ConfigError("--set", f"{key!r} is not a key; expected e.g. policy.delta=0.1")
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested changes over nested values."""
+    merged = dict(values)
+    for key, change in changes.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(change, Mapping)
+        merged[key] = _merged(old, change) if both else change  # type: ignore[arg-type]  # both
+    return merged
 
 
 def _drive(
@@ -88,11 +126,30 @@ def _drive(
         launched = opened.enter_context(closing(registry.launch(settings.adapter, settings)))
         attached = registry.create(settings.adapter, launched.handle, settings)
         opened.enter_context(closing(attached))
-        log = opened.enter_context(EventLog(events, time.monotonic))
+        clock = launched.clock_s if isinstance(launched, Timed) else time.monotonic
+        log = opened.enter_context(EventLog(events, clock))
         if not quiet:
             log.subscribe(opened.enter_context(view_on(console)))
-        controller = Controller(attached, settings, log, registry.notify, time.monotonic)
-        drive(launched, controller.at_boundary, max_steps=steps)
+        found = registry.installed(settings.adapter)
+        controller = Controller(
+            attached,
+            settings,
+            log,
+            registry.notify,
+            clock,
+            veto=registry.veto,
+            capabilities=found.declaration.capabilities,
+            backend_version=found.status.installed,
+        )
+        try:
+            ran = drive(launched, controller.at_boundary, max_steps=steps)
+        except KeyboardInterrupt:
+            controller.finished("interrupted")
+            raise
+        except Exception as error:
+            controller.finished(f"failed: {type(error).__name__}: {error}")
+            raise
+        controller.finished("done" if launched.finished else f"stopped after {ran.steps} steps")
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from nereus_core.report.quantities import seconds
 from nereus_core.report.svg import Frame, element, fitted, svg, titled, x_axis
 
 _PITCH, _BAR = 38, 12
+_MOST_PREDICTED = 1.5
+"""Length of the axis over what ran, for predictions that were too long; chosen, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,10 @@ class Arrow:
 def gantt(width: float, label: str, bars: Sequence[Bar], arrows: Sequence[Arrow] = ()) -> str:
     """Draw bars in order of start, with their predicted length as an outline."""
     ordered = sorted(bars, key=lambda b: (b.start_s, b.end_s, b.key))
-    end_s = max((max(b.end_s, b.start_s + (b.predicted_s or 0)) for b in ordered), default=0.0)
+    ran_s = max((b.end_s for b in ordered), default=0.0)
+    predicted_s = max((b.start_s + (b.predicted_s or 0) for b in ordered), default=0.0)
+    # A prediction far too long must not squeeze what happened: its outline runs off the edge.
+    end_s = min(max(ran_s, predicted_s), _MOST_PREDICTED * ran_s or predicted_s)
     scale, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
     top, height = 6, 6 + _PITCH * len(ordered) + 26
     frame = Frame(width, height, 10, 10, top, 26, (0, end_s * scale * 1.02 or 1.0), (0, 1))
@@ -62,7 +67,8 @@ def _bar(frame: Frame, bar: Bar, y: float, scale: float) -> str:
     shapes = element("rect", x=x, y=y + 18, width=max(end - x, 1.5), height=_BAR, rx=2,
                      class_=f"bar {bar.style}{failed}")  # fmt: skip
     if bar.predicted_s is not None:
-        wide = frame.x((bar.start_s + bar.predicted_s) * scale) - x
+        until = frame.x((bar.start_s + bar.predicted_s) * scale)
+        wide = min(until, frame.width - 2) - x
         shapes += element("rect", x=x, y=y + 18, width=max(wide, 1.5), height=_BAR, rx=2,
                           class_="predicted")  # fmt: skip
     took = seconds(bar.end_s - bar.start_s)

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from nereus_core import __version__
-from nereus_core.report.page import fold
+from nereus_core.report.page import badge, fold
 from nereus_core.report.quantities import plan_line
 from nereus_core.report.record import RunRecord
 from nereus_core.report.sections import plan_timeline, plots, tiles
@@ -27,10 +27,14 @@ def render(run: RunRecord, *, title: str, baseline: RunRecord | None = None) -> 
     if run.finished is None:
         state = "The events end before the run does."
     else:
-        state = f"The run ended: {run.finished.outcome}."
+        state = f"The run ended: {run.finished.outcome.rstrip('.')}."
+    if run.finished is not None and run.finished.outcome.startswith("failed"):
+        state = f"{badge('failed', 'bad')} {escape(state)}"
+    else:
+        state = escape(state)
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="intro">{escape(facts)}. {escape(state)}<br>'
+        f'<p class="intro">{escape(facts)}. {state}<br>'
         f"Start-up plan: <code>{escape(plan_line(started.plan))}</code></p>",
         tiles(run),
     ]

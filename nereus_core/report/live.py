@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -26,6 +27,8 @@ from nereus_core.report.quantities import changes, degrees, number, plan_line, s
 
 _ROWS = 16
 """Steps kept in view; chosen, not measured."""
+_NARROW = 112
+"""Columns of a terminal below which plans share the room that is left; chosen, not measured."""
 
 
 class View(Protocol):
@@ -98,9 +101,11 @@ class LiveTable:
                 self._lines.append(_Line(event, self._plan, []))
             case TransitionFinished():
                 self._plan = degrees(event.plan)
-                self._note(f"{event.outcome.replace('_', ' ')} in {seconds(event.elapsed_s)}")
+                outcome = event.outcome.replace("_", " ")
+                self._note(f"transition {outcome} in {seconds(event.elapsed_s)}")
             case Decided() if event.path != "none":
-                self._note(_decision(event))
+                # The plan column of the next row shows what changed.
+                self._note(f"{event.trigger}: {event.path} {_verdict(event)}")
             case DevicesChanged():
                 self._note(_devices(event))
             case _:
@@ -113,12 +118,19 @@ class LiveTable:
 
     def table(self) -> Table:
         """Build the table as it stands."""
-        table = Table(title=self._title, title_justify="left", title_style="bold", expand=True)
+        table = Table(
+            title=self._title,
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE_HEAD,
+            expand=True,
+        )
         for name, justify in (("step", "right"), ("reward", "right"), ("tokens", "right"),
                               ("latency", "right"), ("predicted", "right")):  # fmt: skip
             table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # literals
-        table.add_column("plan (tp·pp·dp)", ratio=4)
-        table.add_column("what happened", ratio=5)
+        narrow = self._live.console.width < _NARROW
+        table.add_column("plan (tp·pp·dp)", ratio=1 if narrow else None)
+        table.add_column("what happened", ratio=1, min_width=24)
         for line in self._lines:
             table.add_row(
                 str(line.step.step),
@@ -182,7 +194,7 @@ class PlainLines:
             case DevicesChanged():
                 return f"  {_devices(event)}"
             case RunFinished():
-                return f"{event.outcome} after {event.steps} steps, {seconds(event.elapsed_s)}"
+                return f"after {event.steps} steps, {seconds(event.elapsed_s)}: {event.outcome}"
             case _:
                 return ""
 
@@ -191,8 +203,11 @@ def _decision(event: Decided) -> str:
     change = ""
     if event.candidate_plan is not None:
         change = ", ".join(changes(event.current_plan, event.candidate_plan))
-    outcome = "admitted" if event.admitted else "refused"
-    return f"{event.trigger}: {event.path} {outcome}{f' ({change})' if change else ''}"
+    return f"{event.trigger}: {event.path} {_verdict(event)}{f' ({change})' if change else ''}"
+
+
+def _verdict(event: Decided) -> str:
+    return "admitted" if event.admitted else "refused"
 
 
 def _devices(event: DevicesChanged) -> str:

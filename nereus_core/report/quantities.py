@@ -79,7 +79,7 @@ def degrees(plan: Mapping[str, Any]) -> str:
     """Write a plan as tp·pp·dp per model-stage, short enough for a column.
 
     >>> degrees({"actor/train": {"layout": "tp2pp1", "units": [[], []]}})
-    'train 2·1·2'
+    'train=2·1·2'
     """
     models = {stage.partition("/")[0] for stage in plan if stage.endswith(("train", "generate"))}
     parts = []
@@ -87,9 +87,9 @@ def degrees(plan: Mapping[str, Any]) -> str:
         model, _, kind = stage.partition("/")
         tp, _, pp = str(entry["layout"]).removeprefix("tp").partition("pp")
         name = _SHORT_STAGES.get(kind, kind)
-        label = name if len(models) <= 1 else f"{model} {name}"
-        parts.append(f"{label} {tp}·{pp}·{len(entry['units'])}")
-    return "  ".join(parts)
+        label = name if len(models) <= 1 else f"{model}/{name}"
+        parts.append(f"{label}={tp}·{pp}·{len(entry['units'])}")
+    return " ".join(parts)
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:

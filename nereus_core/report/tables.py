@@ -163,10 +163,11 @@ def comparison(run: RunRecord, baseline: RunRecord) -> str:
 def _differences(run: RunRecord, baseline: RunRecord, names: list[str]) -> list[list[str]]:
     mine, theirs = ({s.step: s for s in r.steps} for r in (run, baseline))
     common = sorted(mine.keys() & theirs.keys())
-    rows = [["Steps in both runs", str(len(mine)), str(len(theirs)), f"{len(common)} in common"]]
+    rows = [["Steps", str(len(mine)), str(len(theirs)), f"{len(common)} in common"]]
     if not common:
         return rows
     sums = [sum(steps[i].step_s for i in common) for steps in (mine, theirs)]
+    moved = [_transition_s(r, common[-1]) for r in (run, baseline)]
     for name, values in (
         ("Mean step latency", [s / len(common) for s in sums]),
         (
@@ -175,7 +176,7 @@ def _differences(run: RunRecord, baseline: RunRecord, names: list[str]) -> list[
         ),
         (
             "Steps and transitions",
-            [sums[0] + run.transition_s, sums[1] + baseline.transition_s],
+            [sums[0] + moved[0], sums[1] + moved[1]],
         ),
     ):
         rows.append(
@@ -183,8 +184,8 @@ def _differences(run: RunRecord, baseline: RunRecord, names: list[str]) -> list[
              f"{seconds(values[0] - values[1])} ({_relative(*values)})"]
         )  # fmt: skip
     rows.append(
-        ["Time in transitions", seconds(run.transition_s), seconds(baseline.transition_s),
-         f"{share(run.transition_s, sums[0] + run.transition_s)} of both"]
+        ["Time in transitions", seconds(moved[0]), seconds(moved[1]),
+         f"{share(moved[0], sums[0] + moved[0])} of this run"]
     )  # fmt: skip
     for name in names:
         pairs = [
@@ -200,6 +201,13 @@ def _differences(run: RunRecord, baseline: RunRecord, names: list[str]) -> list[
                  f"largest on a step {largest:.3g}"]
             )  # fmt: skip
     return rows
+
+
+def _transition_s(run: RunRecord, last: int) -> float:
+    """Seconds in transitions before the step ``last`` of a run ended."""
+    return sum(
+        t.finished.elapsed_s for t in run.transitions if t.finished and t.started.step < last
+    )
 
 
 def _relative(value: float, reference: float) -> str:

@@ -67,14 +67,14 @@ class Gate:
                 self._changed.notify_all()
 
     @contextmanager
-    def stage(self, stage: ModelStage) -> Iterator[None]:
-        """Run one stage; waits while a boundary holds it."""
+    def stage(self, stage: ModelStage, *, receiving: bool = False) -> Iterator[None]:
+        """Run one stage, or have it receive weights; waits while a boundary holds it."""
         with self._changed:
             self._wait(
                 lambda: stage not in (self._held or ()), f"the boundary that holds {stage} to close"
             )
             self._inside = stage
-            if self._stop_at == stage:
+            if self._stop_at == stage and not receiving:
                 self._stopped = True
                 self._changed.notify_all()
                 self._wait(lambda: self._stop_at is None, f"leave to go on with {stage}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from nereus_core.cluster import Device
@@ -70,6 +71,8 @@ class SimJob:
         self._serials: dict[ModelStage, int] = {}
         self._routing: dict[ModelStage, tuple[UnitId, ...]] = {}
         self._unheard: tuple[UnitId, ...] = ()
+        self.lost: set[UnitId] = set()
+        """Units that a failed device has taken, ever."""
         self.steps = 0
         self.position = 0
         """Of the sampler: the id of the next prompt."""
@@ -187,6 +190,7 @@ class SimJob:
             for unit in lost:
                 self.discard(self._live.pop(unit))
             self._unheard += tuple(lost)
+            self.lost.update(lost)
 
     # --- Steps ----------------------------------------------------------------------------------
 
@@ -247,7 +251,7 @@ class SimJob:
                 self.steps - 1, 0.0, {}, nothing, nothing, self.world.take_peaks({}),
                 healthy, self.world.draining,
             )  # fmt: skip
-        return seen
+        return replace(seen, healthy=healthy, draining=self.world.draining)
 
 
 def _choices(origin: Mapping[Device, Sequence[Store]]) -> list[dict[Device, Store]]:

@@ -123,7 +123,7 @@ class Run:
 
     def _follow(self, follower: ModelStage, train: ModelStage) -> None:
         sources = self.job.participants(train)
-        with self.job.gate.stage(follower):
+        with self.job.gate.stage(follower, receiving=True):
             for target in self.job.participants(follower):
                 self.job.carry(sources, target, (Slot.PARAM,))
                 target.counters["weight_version"] = sources[0].counters["weight_version"]

@@ -238,7 +238,7 @@ def record_run(path: Path, *, adapt: bool = True, steps: int = 30) -> Path:
                                   plan, None, candidate_s=None, saving_s=None, transition_s=None,
                                   horizon_steps=None))  # fmt: skip
         spent_s = 0.0 if not adapt else 0.98 + 0.36 + 0.85
-        log.emit(RunFinished(steps, "finished", clock[0], spent_s))
+        log.emit(RunFinished(steps, "done", clock[0], spent_s))
     return path
 
 

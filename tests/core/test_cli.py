@@ -80,7 +80,8 @@ def config(tmp_path, sim):
         (ConfigError("k", "p"), 2),
         (ModelConfigError("f", "p"), 2),
         (NoSuchAdapter("x", ["y"]), 2),
-        (NoSuchAdapter("x", ["y"], ["x: ImportError"]), 3),
+        (NoSuchAdapter("x", ["y"], ["z: ImportError"]), 2),
+        (NoSuchAdapter("x", ["y"], ["z: ImportError", "x: ImportError"]), 3),
         (BackendMissing("x", "y", "z"), 3),
         (NoFeasiblePlan(4, "it is small"), 4),
         (WaitTimeout("x", 1.0), 1),
@@ -152,12 +153,12 @@ def test_doctor_reads_seams_and_names_the_one_that_is_gone(shelf):
     more = """
     import dataclasses
     from nereus_core.declaration import Seam
-    declared = nereus_declare_adapter
+    declared = nereus_declare_adapter()
     @hookimpl
     def nereus_declare_adapter():
         seams = (Seam("json.decoder", "JSONDecoder.decode", ("self", "s")),
                  Seam("json.decoder", "JSONDecoder.decode_all"))
-        return dataclasses.replace(declared(), seams=seams)
+        return dataclasses.replace(declared, seams=seams)
     """
     shelf.adapter("seams", more=more)
     found = json.loads(nereus("doctor", "seams", "--json", NEREUS_PLUGINS="seams").stdout)
@@ -264,7 +265,9 @@ def test_a_run_adapts_and_leaves_events_traces_and_a_report(config, tmp_path):
     assert done
     used = {d for entry in run.plans[7].values() for unit in entry["units"] for d in unit}
     assert "node0:3" not in used
-    assert (run.finished.outcome, run.finished.steps) == ("finished", 12)
+    assert (run.finished.outcome, run.finished.steps) == ("done", 12)
+    # The simulated world brings its clock: steps and transitions lie within the run's seconds.
+    assert sum(s.step_s for s in run.steps) + run.transition_s <= run.elapsed_s * (1 + 1e-9)
     lines = ran.stdout.splitlines()
     assert sum(line.startswith("step ") for line in lines) == 12
     assert lines[-1] == str(tmp_path / "run" / "report.html")
@@ -284,6 +287,31 @@ def test_observe_changes_nothing_and_quiet_prints_one_line(config, tmp_path):
     assert len(run.steps) == 5
     assert run.transitions == []
     assert run.started.mode == "observe"
+
+
+def test_any_key_can_be_set_on_the_command_line(config, tmp_path):
+    ran = nereus("run", config, "-q", "--set", "backend.events=[]", "--set", "mode=observe",
+                 "--set", "job.steps=3", NEREUS_PLUGINS="sim")  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    run = RunRecord.read(tmp_path / "run" / "events.jsonl")
+    assert (len(run.steps), run.device_changes, run.started.mode) == (3, [], "observe")
+    # What is not named stays.
+    assert run.plans[0]["actor/train"]["layout"] == "tp2pp1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy.delta", "--set: got 'policy.delta'; expected KEY=VALUE"),
+        ("policy.dleta=1", "policy.dleta: unknown key. Did you mean 'delta'?"),
+        ("policy..delta=1", "--set: 'policy..delta' is not a key"),
+        ("policy.delta=much", "policy.delta: got 'much'"),
+    ],
+)
+def test_an_assignment_that_cannot_be_used_is_named(config, text, message):
+    ran = nereus("run", config, "--set", text, NEREUS_PLUGINS="sim")
+    assert ran.exit_code == 2
+    assert message in ran.stderr
 
 
 def test_explain_prints_each_decision_from_its_record(config, tmp_path):

@@ -268,7 +268,7 @@ def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_per_step(recorded):
     assert "latency" in step
     assert any("devices: lost node0:2, node0:3" in line for line in lines)
     assert any("rolled back in 850 ms: seat node0:3 <hung>" in line for line in lines)
-    assert lines[-1].startswith("finished after 30 steps")
+    assert re.fullmatch(r"after 30 steps, .*: done", lines[-1])
 
 
 def test_on_a_terminal_the_last_steps_are_a_table(recorded):
@@ -284,6 +284,6 @@ def test_on_a_terminal_the_last_steps_are_a_table(recorded):
     Console(file=shown, width=200).print(table)
     text = " ".join(shown.getvalue().split())
     assert "GRPO on sim, adapt" in text
-    assert "gen 2·1·1 inf 2·1·1 train 2·1·1" in text
+    assert "gen=2·1·1 inf=2·1·1 train=2·1·1" in text
     assert "urgent admitted" in text
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h")

@@ -63,8 +63,6 @@ class SimAdapter:
         self._receipts: dict[OpId, tuple[Primitive, Receipt]] = {}
         self._at_work: dict[OpId, frozenset[Device]] = {}
         self._parked: dict[UnitId, Live] = {}
-        self._lost: set[UnitId] = set()
-        self._known: UnitMap = running.units
 
     # --- Reading --------------------------------------------------------------------------------
 
@@ -161,11 +159,9 @@ class SimAdapter:
             raise NotAtBoundary(str(op), op)
         if gate.inside in {u.model_stage for u in sources(op)}:
             raise NotAtBoundary(f"{op} reads {gate.inside}, which runs; it is", op)
-        units = self.units()
         missing = [u for u in (*ended(op), *sources(op)) if u not in self._with_parked()]
-        self._lost |= {u for u in missing if u in self._known}
-        if lost := [u for u in missing if u in self._lost]:
-            raise UnitLost(lost, tuple(units), "a device failed")
+        if lost := [u for u in missing if u in self._running.lost]:
+            raise UnitLost(lost, tuple(self.units()), "a device failed")
         check(op, self._with_parked())
         failed = self.job().cluster.failed
         for unit in created(op):
@@ -208,7 +204,7 @@ class SimAdapter:
             peaks = {d: max(before[d], job.world.used_bytes(d)) for d in before}
             if isinstance(op, Destroy):
                 moved += self._end(op)
-            self._commit(op, fresh)
+            job.commit(ended(op), fresh)
         except BaseException as error:
             for live in fresh:
                 job.discard(live)
@@ -269,11 +265,6 @@ class SimAdapter:
         if unit in requests and others:
             requests[others[0]] = requests.get(others[0], ()) + requests.pop(unit)
 
-    def _commit(self, op: Primitive, fresh: Sequence[Live]) -> None:
-        with self._lock:
-            self._running.commit(ended(op), fresh)
-            self._known = self._known.replace(ended(op), created(op))
-
     def _require_identical(self, op: Merge, parents: Sequence[Live]) -> None:
         first, names = parents[0], [p.unit.id for p in parents]
         wanted = digests(first, self.job())
@@ -289,9 +280,7 @@ class SimAdapter:
     def _raise_lost(self, units: UnitMap, error: BaseException) -> None:
         """Turn an error into UnitLost when a device failed meanwhile."""
         alive = self.units()
-        lost = [u for u in units if u not in alive and u not in self._parked]
-        if lost:
-            self._lost.update(lost)
+        if lost := [u for u in units if u not in alive and u not in self._parked]:
             raise UnitLost(lost, tuple(alive), str(error)) from error
 
     # --- State ----------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ class SimHarness:
     """Launches small jobs in memory. Implements `nereus_core.harness.Harness`."""
 
     tier = Tier.CONTRACT
+    wait_s = _WAIT_S
+    """Most seconds a step waits for a boundary to close."""
 
     def __init__(self) -> None:
         self._running: SimJob | None = None
@@ -50,7 +52,7 @@ class SimHarness:
     def launch(self, job: Job, plan: Plan) -> SimAdapter:
         """Start a job with seed 0."""
         script = Script(seed=0, response_tokens=lambda step: 16.0 + step)
-        self._running = SimJob(job, plan, script=script, wait_s=_WAIT_S)
+        self._running = SimJob(job, plan, script=script, wait_s=self.wait_s)
         return SimAdapter(self._running)
 
     @property

@@ -128,6 +128,10 @@ class SimLaunched:
                     self.handle.world.give_back(Device.parse(device))
         return {f"{model}/loss": loss for model, loss in result.losses.items()}
 
+    def clock_s(self) -> float:
+        """Seconds on the simulated world's clock. Implements `nereus_core.launched.Timed`."""
+        return self.handle.world.clock.now_s()
+
     def close(self) -> None:
         """Nothing outlives a job in memory."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nereus_adapters.torch.engine.families import norm_start
 from nereus_adapters.torch.engine.initial import initial_tensor
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -113,7 +114,11 @@ def export_model(source: Path | Mapping[str, Any], folder: Path, *, seed: int = 
 def _write_random(config: Mapping[str, Any], folder: Path, seed: int) -> None:
     model = ModelSpec.from_hf_config(config)
     std = float(config.get("initializer_range", DEFAULT_STD))
-    tensors = {r.name: initial_tensor(r.name, r.shape, seed, std) for r in tensor_rules(model)}
+    norm = norm_start(model.family)
+    tensors = {
+        rule.name: initial_tensor(rule.name, rule.shape, seed, std, norm)
+        for rule in tensor_rules(model)
+    }
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2), encoding="utf-8")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,13 @@ from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 
 # model_type -> prefix of its classes in transformers.models.<model_type>.modeling_<model_type>.
-_PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_PREFIXES = {
+    "gemma": "Gemma",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +37,12 @@ class Family:
     rotary: type[nn.Module]
     cache_argument: str
     """Of the layer's forward; renamed in transformers 5.2x."""
+    embedding_scale: float
+    """Embeddings are multiplied by it; not so the tied head."""
 
 
-def family(name: str) -> Family:
-    """Import the classes of a family.
+def family(name: str, hidden: int) -> Family:
+    """Import the classes of a family, for a hidden size.
 
     Raises:
         ModelConfigError: the engine does not know the family.
@@ -49,6 +58,7 @@ def family(name: str) -> Family:
         getattr(module, f"{_PREFIXES[name]}RMSNorm"),
         getattr(module, f"{_PREFIXES[name]}RotaryEmbedding"),
         "cache" if "cache" in arguments else "past_key_values",
+        math.sqrt(hidden) if name == "gemma" else 1.0,
     )
 
 
@@ -88,19 +98,26 @@ class WideRMSNorm(nn.Module):
     bit may round the other way.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.offset = weight, eps, offset
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise [..., hidden] over its last dimension."""
         variance = hidden.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden * torch.rsqrt(variance + self.eps))
+        return (self.offset + self.weight) * (hidden * torch.rsqrt(variance + self.eps))
 
 
-def widen_norms(module: nn.Module, norm: type[nn.Module]) -> None:
+def norm_start(family_name: str) -> float:
+    """Return the weight of a norm that only normalizes; Gemma's norms multiply by 1 + weight."""
+    return 0.0 if family_name == "gemma" else 1.0
+
+
+def widen_norms(module: nn.Module, family_name: str, norm: type[nn.Module]) -> None:
     """Put `WideRMSNorm` in place of every norm below a module."""
+    offset = 1.0 - norm_start(family_name)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, norm):
-                setattr(parent, name, WideRMSNorm(child.weight, child.variance_epsilon))
+                eps = child.eps if family_name == "gemma" else child.variance_epsilon
+                setattr(parent, name, WideRMSNorm(child.weight, eps, offset))

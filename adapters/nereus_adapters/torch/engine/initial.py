@@ -9,10 +9,12 @@ import torch
 from nereus_core.state import Box
 
 
-def initial_tensor(name: str, shape: tuple[int, ...], seed: int, std: float) -> torch.Tensor:
-    """Return the whole logical tensor in float32: norms one, biases zero, the rest normal."""
+def initial_tensor(
+    name: str, shape: tuple[int, ...], seed: int, std: float, norm: float
+) -> torch.Tensor:
+    """Return the whole logical tensor in float32: norms ``norm``, biases zero, the rest normal."""
     if name.endswith("norm.weight"):
-        return torch.ones(shape)
+        return torch.full(shape, norm)
     if name.endswith(".bias"):
         return torch.zeros(shape)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()

@@ -32,6 +32,14 @@ def token_logprobs(
     )
 
 
+@torch.no_grad()
+def token_scores(model: StageModel, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return what the model's head says of each response token, [N]: log-probability or value."""
+    if model.spec.head == "value":
+        return model.value(response_hidden(hidden, batch)[0])
+    return token_logprobs(model, hidden, batch)[0]
+
+
 def loss_of(
     model: StageModel, hidden: torch.Tensor, batch: Batch, spec: LossSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:

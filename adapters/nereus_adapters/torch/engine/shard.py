@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from nereus_adapters.torch.engine.checkpoint import DEFAULT_STD, Folder
 from nereus_adapters.torch.engine.digest import digest_box
+from nereus_adapters.torch.engine.families import norm_start
 from nereus_adapters.torch.engine.generation import Sampling, generate
 from nereus_adapters.torch.engine.gradients import GradientPlan, owners
 from nereus_adapters.torch.engine.groups import UnitGroups
 from nereus_adapters.torch.engine.initial import cut, initial_tensor
-from nereus_adapters.torch.engine.losses import METRICS, response_hidden, token_logprobs
+from nereus_adapters.torch.engine.losses import METRICS, token_scores
 from nereus_adapters.torch.engine.optimizer import adamw_step, clip_factor, learning_rate
 from nereus_adapters.torch.engine.pipeline import sweep, train_1f1b
 from nereus_adapters.torch.engine.stage_model import StageModel
@@ -102,9 +103,8 @@ class UnitShard:
 
     def tensor(self, slot: Slot, name: str) -> torch.Tensor:
         """Return the local storage of a logical tensor's box; nothing is copied or gathered."""
-        if slot is Slot.PARAM:
-            return self._module.get_parameter(name).detach()
-        return self._moments[slot, name]
+        is_param = slot is Slot.PARAM
+        return self._module.get_parameter(name).detach() if is_param else self._moments[slot, name]
 
     def allocate(self) -> dict[tuple[Slot, str], torch.Tensor]:
         """Return uninitialised tensors for every slot and name, to be filled and adopted."""
@@ -136,10 +136,11 @@ class UnitShard:
 
     def init(self, seed: int) -> None:
         """Fill with random weights and zero moments; the same model in every layout."""
+        norm = norm_start(self.model.family)
         shapes = {rule.name: rule.shape for rule in tensor_rules(self.model)}
         self._start(
             {
-                name: cut(initial_tensor(name, shapes[name], seed, self._std), box)
+                name: cut(initial_tensor(name, shapes[name], seed, self._std, norm), box)
                 for name, box in self._boxes.items()
             }
         )
@@ -231,15 +232,9 @@ class UnitShard:
         for rows, hidden in sweep(
             self._module, batch.micro_batches(micro_batch or max(1, len(batch)))
         ):
-            states, mask = response_hidden(hidden, rows)
-            with torch.no_grad():
-                scores = (
-                    self._module.value(states)
-                    if value
-                    else token_logprobs(self._module, hidden, rows)[0]
-                )
+            mask = rows.response_mask
             part = found[start : start + len(rows), : mask.shape[1]]
-            part[mask] = scores
+            part[mask] = token_scores(self._module, hidden, rows)
             start += len(rows)
         return found if self._module.is_last else None
 
@@ -300,6 +295,6 @@ class UnitShard:
         if not self._linked:
             raise NereusError(f"rank {self.local_rank} of {self.layout} has no groups; link first.")
         missing = [n for n, p in self._module.named_parameters() if p.is_meta]
-        missing += [n for s in self.slots[1:] for n in self._boxes if (s, n) not in self._moments]
+        missing += [n for n in self._boxes for s in self.slots[1:] if (s, n) not in self._moments]
         if missing:
             raise NereusError(f"{len(missing)} tensors have no storage, first {missing[0]}.")

@@ -54,8 +54,9 @@ class StageModel(nn.Module):
         layers = layer_ranges(model.num_layers, layout.pp)[pp_rank]
         whole = full_config(hf_config)
         local = rank_config(whole, model, layout, layers)
-        classes = family(model.family)
+        classes = family(model.family, model.hidden)
         self._cache_argument = classes.cache_argument
+        self._embedding_scale = classes.embedding_scale
         self._windows = attention_windows(whole, layers)
 
         self.model = nn.Module()
@@ -77,7 +78,7 @@ class StageModel(nn.Module):
             if "score.weight" in shard:
                 self.score = nn.Linear(model.hidden, 1, bias=False)
         if dtype is torch.float64:
-            widen_norms(self, classes.norm)
+            widen_norms(self, model.family, classes.norm)
         self.to(dtype=dtype)
         # After the cast: its frequencies stay float32 in every precision, as in Hugging Face.
         self.rotary = classes.rotary(config=local).to(device)
@@ -111,6 +112,9 @@ class StageModel(nn.Module):
         """
         if self.is_first:
             hidden = self.model.embed_tokens(hidden, self.groups.tp)
+            if self._embedding_scale != 1.0:
+                # Rounded to float32, then to the model's type, as in Hugging Face.
+                hidden = hidden * torch.tensor(self._embedding_scale).to(hidden.dtype)
         rotary = self.rotary(hidden, position_ids=positions)
         masks = {
             window: _mask(positions, window, visible, key_positions) for window in self._windows

@@ -12,6 +12,10 @@ import engine_peers
 import torch
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)

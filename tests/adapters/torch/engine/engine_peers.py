@@ -44,6 +44,8 @@ LLAMA = {
 UNTIED = LLAMA | {"tie_word_embeddings": False}
 QWEN2 = UNTIED | {"model_type": "qwen2"}
 QWEN3 = LLAMA | {"model_type": "qwen3"}
+# One kv head, tied, scaled embeddings, norms around one, GELU.
+GEMMA = LLAMA | {"model_type": "gemma", "num_key_value_heads": 1}
 MISTRAL = UNTIED | {"model_type": "mistral", "sliding_window": 5}
 SPEC = OptimizerSpec(
     lr=3e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2, total_steps=10, schedule="cosine"
@@ -72,8 +74,9 @@ class Peers:
         return self
 
     def __exit__(self, *_):
-        for process, end in self._ends:
+        for _, end in self._ends:
             end.close()
+        for process, _ in self._ends:
             process.join(TIMEOUT_S)
             if process.is_alive():
                 process.kill()

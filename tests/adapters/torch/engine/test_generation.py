@@ -33,7 +33,8 @@ def test_greedy_equals_hugging_face(config):
     shard = ep.build(config, Layout(1, 1), 0, stage=Stage.GENERATE)
     shard.init(seed=3)
     reference = AutoModelForCausalLM.from_config(full_config(config)).double().eval()
-    widen_norms(reference, family(config["model_type"]).norm)
+    name = config["model_type"]
+    widen_norms(reference, name, family(name, 32).norm)
     reference.generation_config.eos_token_id = None
     state = {n: shard.tensor(Slot.PARAM, n) for n in shard.names}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])

@@ -27,6 +27,7 @@ CASES = [
     pytest.param(ep.QWEN3, Layout(2, 2), 1, False, id="qwen3-norms-tp2pp2"),
     pytest.param(ep.QWEN3, Layout(4, 1), 1, False, id="qwen3-norms-tp4-kv2"),
     pytest.param(ep.MISTRAL, Layout(2, 1), 2, False, id="mistral-window-tp2dp2"),
+    pytest.param(ep.GEMMA, Layout(2, 2), 1, False, id="gemma-kv1-tp2pp2"),
     pytest.param(ep.LLAMA, Layout(2, 2), 1, True, id="critic-tp2pp2"),
     pytest.param(ep.LLAMA, Layout(2, 1), 2, True, id="critic-tp2dp2"),
 ]

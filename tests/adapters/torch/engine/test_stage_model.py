@@ -21,6 +21,7 @@ MODELS = {
     "llama": (ep.LLAMA, transformers.LlamaForCausalLM),
     "qwen2": (ep.QWEN2, transformers.Qwen2ForCausalLM),
     "qwen3": (ep.QWEN3, transformers.Qwen3ForCausalLM),
+    "gemma": (ep.GEMMA, transformers.GemmaForCausalLM),
     "mistral": (ep.MISTRAL, transformers.MistralForCausalLM),
 }
 
@@ -38,7 +39,7 @@ def same_weights(name, dtype, *, widen):
     reference = reference_class(full_config(config)).to(dtype)
     if widen:
         # Hugging Face rounds to float32 inside its norms even where the model is float64.
-        widen_norms(reference, family(name).norm)
+        widen_norms(reference, name, family(name, 32).norm)
     state = {n: shard.tensor(Slot.PARAM, n) for n in shard.names}
     if config["tie_word_embeddings"]:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

@@ -1,0 +1,18 @@
+"""What plans and transitions cost: seconds linear in inverse efficiency, bytes from shapes."""
+
+from nereus_core.cost.cost_model import CostModel, StageTable
+from nereus_core.cost.efficiency import EfficiencyTable
+from nereus_core.cost.interval import Interval
+from nereus_core.cost.lengths import Lengths
+from nereus_core.cost.op_classes import OpClass
+from nereus_core.cost.step import StepCost
+
+__all__ = [
+    "CostModel",
+    "EfficiencyTable",
+    "Interval",
+    "Lengths",
+    "OpClass",
+    "StageTable",
+    "StepCost",
+]

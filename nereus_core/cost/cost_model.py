@@ -1,0 +1,284 @@
+"""CostModel: seconds and bytes of plans and primitives, from shapes and calibrated efficiencies."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from nereus_core.cluster import Device
+from nereus_core.cost.compute import stage_work, sync_work
+from nereus_core.cost.efficiency import EfficiencyTable
+from nereus_core.cost.interval import Interval
+from nereus_core.cost.lengths import Lengths
+from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
+from nereus_core.cost.op_classes import FloatArray
+from nereus_core.cost.shapes import Options
+from nereus_core.cost.step import StepCost, cells, makespan, options_of
+from nereus_core.cost.transition import primitive_work
+from nereus_core.observation import Observation
+from nereus_core.plan import Plan
+from nereus_core.primitives import Primitive
+from nereus_core.units import UnitMap
+from nereus_core.workload import Job, ModelStage
+
+_MISFIT = 0.065
+"""Relative error left when a calibrated model meets a layout it has not seen. Source: five-fold
+error of a white-box model of this form on vTrain's measured multi-node plans."""
+_REMEMBERED_STEPS = 5
+"""Steps whose median is taken for what happens between stages; chosen, not measured."""
+_TRANSITION_DEVIATION = 0.7
+"""Of the log of measured / predicted primitive seconds before any is seen; chosen."""
+_TRANSITION_NOISE = 0.3
+"""The same from one primitive to the next; chosen, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What a step takes beside its stages, learned from the steps seen last."""
+
+    overhead_s: tuple[float, ...] = ()
+    """Seconds between stages: data, rewards, bookkeeping."""
+    sync: tuple[float, ...] = ()
+    """Measured / predicted weight synchronization, at most 1 (predictions are upper bounds)."""
+
+    @property
+    def seconds(self) -> float:
+        """Overhead of a step; 0 until one is seen."""
+        return statistics.median(self.overhead_s or (0.0,))
+
+    @property
+    def sync_factor(self) -> float:
+        """Part of the predicted synchronization that takes place; 1 until a step is seen."""
+        return statistics.median(self.sync or (1.0,))
+
+    def seen(self, extra_s: float, sync_s: float) -> Between:
+        """Take in a step that took so much longer than its stages, and its predicted syncs."""
+        factor = min(1.0, max(0.0, extra_s) / sync_s) if sync_s > 0 else 1.0
+        overhead_s = max(0.0, extra_s - sync_s)
+        return Between(
+            (*self.overhead_s, overhead_s)[-_REMEMBERED_STEPS:],
+            (*self.sync, factor)[-_REMEMBERED_STEPS:],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Measured / predicted seconds of primitives, in logs, with its variance."""
+
+    log: float = 0.0
+    variance: float = _TRANSITION_DEVIATION**2
+
+    def seen(self, predicted_s: float, measured_s: float) -> Scale:
+        """Take in one primitive; outliers beyond two deviations pull no harder."""
+        spread = math.sqrt(self.variance + _TRANSITION_NOISE**2)
+        surprise = math.log(measured_s / predicted_s)
+        gain = self.variance / spread**2
+        moved = self.log + gain * max(-2 * spread, min(2 * spread, surprise))
+        # Never surer than a tenth of one primitive's scatter: machines change.
+        variance = max(self.variance * (1 - gain), _TRANSITION_NOISE**2 / 10)
+        return Scale(moved, variance)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTable:
+    """Seconds and bytes of many ways to run one model-stage; rows are options x waves."""
+
+    stage: ModelStage
+    options: Options
+    waves: FloatArray
+    seconds: FloatArray
+    sync_s: FloatArray
+    persistent_bytes: FloatArray
+    transient_bytes: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stages:
+    """A plan's stages with what was computed for each: one row of work per stage."""
+
+    work: Mapping[ModelStage, FloatArray]
+    sync: Mapping[ModelStage, FloatArray]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostModel:
+    """An immutable value; `refined` and `on` return new ones."""
+
+    job: Job
+    efficiencies: EfficiencyTable = field(default=None)  # type: ignore[assignment]  # filled below
+    headroom: float = 0.1
+    """Part of a device's memory that no plan may use."""
+    confidence: float = 0.9
+    """With which each bound of an interval holds."""
+    between: Between = Between()
+    scale: Scale = Scale()
+
+    def __post_init__(self) -> None:
+        if self.efficiencies is None:
+            object.__setattr__(self, "efficiencies", EfficiencyTable.prior(self.job.cluster))
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of a device that a plan may use."""
+        return int(self.job.cluster.device_spec.memory_bytes * (1 - self.headroom))
+
+    def on(self, job: Job) -> CostModel:
+        """Return the same calibration for another state of the job's cluster."""
+        return replace(self, job=job)
+
+    def step(self, plan: Plan, lengths: Lengths) -> StepCost:
+        """Predict the seconds of one RL step."""
+        stages = self._stages(plan, lengths)
+        seconds, sync_s = self._seconds(stages)
+        busy_s = {s: seconds[s] + sync_s[s] for s in plan}
+        total, critical = makespan(self.job.workload, busy_s, cells(plan))
+        deviation = self.efficiencies.deviation(self._parts(stages, critical, 1.0))
+        total += self.between.seconds
+        step = Interval.relative(total, deviation / total, self.confidence)
+        return StepCost(step, seconds, {s: t for s, t in sync_s.items() if t > 0}, critical)
+
+    def saving(self, current: Plan, candidate: Plan, lengths: Lengths) -> Interval:
+        """Predict how many seconds per step a candidate is faster; what both share cancels.
+
+        The bounds come from the uncertainty of the classes that differ, and from the misfit of
+        stages whose layout or number of units is new.
+        """
+        before, after = self.step(current, lengths), self.step(candidate, lengths)
+        parts = self._parts(self._stages(current, lengths), before.critical, 1.0)
+        parts += self._parts(self._stages(candidate, lengths), after.critical, -1.0)
+        deviation = self.efficiencies.deviation(parts)
+        misfit = math.hypot(
+            *(
+                _MISFIT * after.stage_s[s]
+                for s in after.critical
+                if (current[s].layout, current[s].dp) != (candidate[s].layout, candidate[s].dp)
+            )
+        )
+        mean_s = before.step.mean_s - after.step.mean_s
+        return Interval.absolute(mean_s, math.hypot(deviation, misfit), self.confidence)
+
+    def table(self, stage: ModelStage, options: Options, lengths: Lengths) -> StageTable:
+        """Predict many ways to run one stage at once; each option once per number of waves."""
+        ladder = wave_ladder(self.job, stage)
+        at = np.repeat(np.arange(len(options)), len(ladder))
+        waves = np.tile(np.array(ladder, dtype=np.float64), len(options))
+        rows = Options(
+            options.tp[at], options.pp[at], options.dp[at],
+            options.tp_crosses[at], options.pp_crosses[at], options.dp_crosses[at],
+        )  # fmt: skip
+        job = self.job
+        return StageTable(
+            stage,
+            rows,
+            waves,
+            self.efficiencies.seconds(stage, stage_work(job, stage, rows, lengths, waves)),
+            sync_work(job, stage, rows) @ self.efficiencies.inverse * self.between.sync_factor,
+            persistent_bytes(job, stage, rows),
+            transient_bytes(job, stage, rows, lengths, waves),
+        )
+
+    def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
+        """Predict peak bytes per device in use, headroom not counted."""
+        need: dict[Device, tuple[float, float]] = {}
+        waves = self._waves(plan, lengths)
+        for stage, placement in plan.items():
+            options = options_of(placement, self.job.cluster)
+            stays = float(persistent_bytes(self.job, stage, options)[0])
+            runs = float(transient_bytes(self.job, stage, options, lengths, waves[stage])[0])
+            for device in placement.devices:
+                kept, peak = need.get(device, (0.0, 0.0))
+                need[device] = (kept + stays, max(peak, runs))
+        return {d: math.ceil(kept + peak) for d, (kept, peak) in sorted(need.items())}
+
+    def memory_problem(self, plan: Plan, lengths: Lengths) -> str | None:
+        """Say which device lacks most memory and how much it needs, or None when all fit."""
+        need = self.memory(plan, lengths)
+        device = max(need, key=lambda d: need[d])
+        if need[device] <= self.capacity_bytes:
+            return None
+        there = ", ".join(f"{s}={p}" for s, p in plan.items() if device in p.devices)
+        return (
+            f"{device} needs {need[device] / 2**30:.2f} GiB for {there} "
+            f"and has {self.capacity_bytes / 2**30:.2f} GiB with {self.headroom:.0%} headroom"
+        )
+
+    def primitive(self, op: Primitive, units: UnitMap) -> Interval:
+        """Predict the seconds of one primitive on these units."""
+        seconds = primitive_work(self.job, op, units) * self.efficiencies.inverse
+        total = float(seconds.sum())
+        deviation = self.efficiencies.deviation([(None, seconds)]) / total
+        deviation = math.hypot(deviation, math.sqrt(self.scale.variance))
+        return Interval.relative(total * math.exp(self.scale.log), deviation, self.confidence)
+
+    def refined(self, plan: Plan, observation: Observation) -> CostModel:
+        """Learn from a measured step under a plan; a step without responses teaches nothing."""
+        if not observation.response_tokens.count:
+            return self
+        stages = self._stages(plan, Lengths.of(observation))
+        measured_s = {s: t for s, t in observation.stage_s.items() if s in plan and t > 0}
+        efficiencies = self.efficiencies.refined(
+            {s: (stages.work[s], t) for s, t in sorted(measured_s.items())},
+            efficiency=observation.efficiency,
+            first_step=observation.step <= 0,
+        )
+        refined = replace(self, efficiencies=efficiencies)
+        if set(measured_s) == set(plan) and observation.step > 0 and observation.step_s > 0:
+            inverse, met = efficiencies.inverse, cells(plan)
+            synced = {s: t + float(stages.sync[s] @ inverse) for s, t in measured_s.items()}
+            alone_s, _ = makespan(self.job.workload, measured_s, met)
+            synced_s, _ = makespan(self.job.workload, synced, met)
+            between = self.between.seen(observation.step_s - alone_s, synced_s - alone_s)
+            refined = replace(refined, between=between)
+        return refined
+
+    def refined_transition(self, predicted_s: float, measured_s: float) -> CostModel:
+        """Learn from one finished primitive or transition."""
+        if predicted_s <= 0 or measured_s <= 0:
+            return self
+        return replace(self, scale=self.scale.seen(predicted_s, measured_s))
+
+    def _stages(self, plan: Plan, lengths: Lengths) -> _Stages:
+        waves = self._waves(plan, lengths)
+        work, sync = {}, {}
+        for stage, placement in plan.items():
+            options = options_of(placement, self.job.cluster)
+            work[stage] = stage_work(self.job, stage, options, lengths, waves[stage])[0]
+            sync[stage] = sync_work(self.job, stage, options)[0]
+        return _Stages(work, sync)
+
+    def _seconds(self, stages: _Stages) -> tuple[dict[ModelStage, float], dict[ModelStage, float]]:
+        inverse, factor = self.efficiencies.inverse, self.between.sync_factor
+        seconds = {s: float(self.efficiencies.seconds(s, w)) for s, w in stages.work.items()}
+        return seconds, {s: float(w @ inverse) * factor for s, w in stages.sync.items()}
+
+    def _parts(
+        self, stages: _Stages, critical: tuple[ModelStage, ...], sign: float
+    ) -> list[tuple[ModelStage | None, FloatArray]]:
+        """Signed seconds per class of the critical stages and their synchronizations."""
+        inverse, factor = self.efficiencies.inverse, self.between.sync_factor
+        parts: list[tuple[ModelStage | None, FloatArray]] = []
+        for s in critical:
+            parts.append((s, sign * self.efficiencies.residual(s) * stages.work[s] * inverse))
+            parts.append((None, sign * factor * stages.sync[s] * inverse))
+        return parts
+
+    def _waves(self, plan: Plan, lengths: Lengths) -> Mapping[ModelStage, FloatArray]:
+        """Fewest rounds in which each generating stage fits beside what stays on its devices."""
+        stays = {
+            s: float(persistent_bytes(self.job, s, options_of(p, self.job.cluster))[0])
+            for s, p in plan.items()
+        }
+        met = cells(plan)
+        found = {}
+        for stage, placement in plan.items():
+            ladder = np.array(wave_ladder(self.job, stage), dtype=np.float64)
+            beside = max(sum(stays[s] for s in cell) for cell in met if stage in cell)
+            options = options_of(placement, self.job.cluster)
+            runs = transient_bytes(self.job, stage, options, lengths, ladder)
+            fitting = np.broadcast_to(runs, ladder.shape) + beside <= self.capacity_bytes
+            found[stage] = ladder[[int(fitting.argmax()) if fitting.any() else -1]]
+        return found

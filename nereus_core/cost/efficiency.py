@@ -1,0 +1,246 @@
+"""EfficiencyTable: achieved / peak per operation class, learned from measured stage seconds.
+
+The unknowns are the logarithms of the inverse efficiencies, and one residual per model-stage (what
+a class number cannot say about that stage on this machine: shared cores, a slow tokenizer). A
+stage's predicted seconds are ``(work . inverse) * exp(residual)``. Each measurement corrects all
+unknowns at once, in proportion to their share of that stage and their uncertainty: a recursive
+ridge regression toward the prior (an extended Kalman filter), in log space because errors of
+seconds are relative. Outliers move it by a bounded amount (Huber); efficiencies stay in (0, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from nereus_core.cluster import Cluster
+from nereus_core.cost.op_classes import CLASSES, INDEX, FloatArray, OpClass
+from nereus_core.workload import ModelStage
+
+# Chosen, not measured: about what untuned code reaches, so that a class never seen is not
+# flattered. A plan that wins only by such a class has to win by its lower bound.
+_PRIOR: Mapping[OpClass, float] = {
+    OpClass.GEMM: 0.4,
+    OpClass.GEMM_DECODE: 0.4,
+    OpClass.ATTENTION_PREFILL: 0.3,
+    OpClass.ATTENTION_DECODE: 0.3,
+    OpClass.MEMORY_BOUND: 0.5,
+    OpClass.HEAD: 0.4,
+    OpClass.ALL_REDUCE_INTRA: 0.5,
+    OpClass.ALL_REDUCE_INTER: 0.4,
+    OpClass.ALL_GATHER_INTRA: 0.5,
+    OpClass.ALL_GATHER_INTER: 0.4,
+    OpClass.P2P_INTRA: 0.5,
+    OpClass.P2P_INTER: 0.4,
+    OpClass.LAUNCH: 0.5,
+    OpClass.COPY: 0.4,
+    OpClass.FIXED: 0.5,
+}
+_PRIOR_DEVIATION = 0.5
+"""Of a log inverse efficiency before it is seen: a factor 1.65; chosen, not measured."""
+_RESIDUAL_DEVIATION = 0.15
+"""Of a model-stage's log residual before it is seen; chosen, not measured."""
+_NOISE_DEVIATION = 0.05
+"""Of one measured stage time, in logs; chosen, not measured."""
+_FIRST_STEP_NOISE = 0.5
+"""The same in a job's first step, which also pays for warming up; chosen, not measured."""
+_DRIFT_DEVIATION = 0.01
+"""How far an unknown wanders per step: keeps the regression awake; chosen, not measured."""
+_HUBER = 2.0
+"""Standard deviations beyond which a measurement pulls no harder; chosen, not measured."""
+_PERSISTENT = 2
+"""Outliers in a row, on the same side, after which it is the world that changed."""
+_ITERATIONS = 4
+"""Relinearizations per measurement; three suffice for a factor of 10."""
+_MAX_LOG_INVERSE = math.log(1e4)
+"""An efficiency below one in ten thousand is left to the residual."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EfficiencyTable:
+    """Immutable; `refined` returns a new one. Unknowns: all classes, then the stages seen."""
+
+    log_inverse: FloatArray
+    """[num_classes], at least 0."""
+    log_residual: Mapping[ModelStage, float]
+    covariance: FloatArray
+    """[num_classes + num_stages, the same]; stages in the order of `log_residual`."""
+    streaks: Mapping[ModelStage, int]
+    """Outliers in a row per stage, negative when measured below predicted."""
+    source: str
+
+    @classmethod
+    def prior(cls, cluster: Cluster, measured: Mapping[OpClass, float] | None = None) -> Self:
+        """Start conservatively, or from efficiencies measured elsewhere for this kind of device.
+
+        Raises:
+            ValueError: a measured efficiency lies outside (0, 1].
+        """
+        given = dict(measured or {})
+        for op_class, value in given.items():
+            if not 0 < value <= 1:
+                raise ValueError(f"efficiency of {op_class} is {value}; expected in (0, 1]")
+        values = [given.get(c, _PRIOR[c]) for c in CLASSES]
+        # What was measured on such a device is trusted three times as much as what was chosen.
+        deviations = [_PRIOR_DEVIATION / (3 if c in given else 1) for c in CLASSES]
+        source = f"chosen, not measured, for {cluster.device_spec.name}"
+        if given:
+            source = f"{source}; measured elsewhere: {', '.join(given)}"
+        return cls(-np.log(values), {}, np.diag(np.square(deviations)), {}, source)
+
+    def of(self, op_class: OpClass) -> float:
+        """Achieved / peak, in (0, 1]."""
+        return float(np.exp(-self.log_inverse[INDEX[op_class]]))
+
+    def uncertainty(self, op_class: OpClass) -> float:
+        """Standard deviation of the logarithm of the efficiency."""
+        return math.sqrt(self.covariance[INDEX[op_class], INDEX[op_class]])
+
+    @property
+    def inverse(self) -> FloatArray:
+        """1 / efficiency per class: seconds = ideal seconds . inverse."""
+        return np.exp(self.log_inverse)
+
+    def residual(self, stage: ModelStage) -> float:
+        """Factor on all seconds of a model-stage; 1 until it is seen."""
+        return math.exp(self.log_residual.get(stage, 0.0))
+
+    def seconds(self, stage: ModelStage, work: FloatArray) -> FloatArray:
+        """Predict a stage's seconds for each row of work [num_options, num_classes]."""
+        return np.asarray(work @ self.inverse * self.residual(stage))
+
+    def deviation(self, parts: Sequence[tuple[ModelStage | None, FloatArray]]) -> float:
+        """Standard deviation in seconds of a signed sum of stage seconds.
+
+        Args:
+            parts: per term its model-stage (None where no residual applies) and its *weighted*
+                seconds per class [num_classes]; signs make it a difference, in which what two plans
+                share cancels.
+        """
+        gradient = np.zeros(len(self.covariance))
+        at = {stage: len(CLASSES) + i for i, stage in enumerate(self.log_residual)}
+        unseen: dict[ModelStage, float] = {}
+        for stage, seconds in parts:
+            gradient[: len(CLASSES)] += seconds
+            if stage in at:
+                gradient[at[stage]] += seconds.sum()
+            elif stage is not None:
+                unseen[stage] = unseen.get(stage, 0.0) + float(seconds.sum())
+        variance = float(gradient @ self.covariance @ gradient)
+        variance += sum((_RESIDUAL_DEVIATION * s) ** 2 for s in unseen.values())
+        return math.sqrt(max(0.0, variance))
+
+    def refined(
+        self,
+        measured: Mapping[ModelStage, tuple[FloatArray, float]],
+        *,
+        efficiency: Mapping[str, float] | None = None,
+        first_step: bool = False,
+    ) -> EfficiencyTable:
+        """Learn from one step.
+
+        Args:
+            measured: per model-stage its ideal work [num_classes] and its wall seconds.
+            efficiency: achieved / peak by class, where the backend measures it; others ignored.
+            first_step: the step also paid for warming up and counts for less.
+        """
+        table = self._with_stages(measured)
+        table = replace(table, covariance=table._loosened(_DRIFT_DEVIATION**2))
+        for name, value in (efficiency or {}).items():
+            if name in list(OpClass) and 0 < value <= 1:
+                table = table._corrected_class(OpClass(name), value)
+        for stage, (work, seconds) in measured.items():
+            if seconds > 0 and work.sum() > 0:
+                noise = _FIRST_STEP_NOISE if first_step else _NOISE_DEVIATION
+                table = table._corrected(stage, work, math.log(seconds), noise)
+        return table
+
+    def _loosened(self, variances: FloatArray | float) -> FloatArray:
+        """Covariance with variances added, none beyond its prior: what is unseen stays as it was."""
+        stages = len(self.covariance) - len(CLASSES)
+        prior = np.square([_PRIOR_DEVIATION] * len(CLASSES) + [_RESIDUAL_DEVIATION] * stages)
+        room = np.maximum(0.0, prior - np.diag(self.covariance))
+        return np.asarray(self.covariance + np.diag(np.minimum(variances, room)))
+
+    def _with_stages(self, stages: Mapping[ModelStage, object]) -> EfficiencyTable:
+        new = [s for s in stages if s not in self.log_residual]
+        if not new:
+            return self
+        size = len(self.covariance)
+        grown = np.eye(size + len(new)) * _RESIDUAL_DEVIATION**2
+        grown[:size, :size] = self.covariance
+        residuals = {**self.log_residual, **dict.fromkeys(new, 0.0)}
+        return replace(self, log_residual=residuals, covariance=grown)
+
+    def _corrected_class(self, op_class: OpClass, value: float) -> EfficiencyTable:
+        """Take one class's efficiency as measured, with a stage time's noise."""
+        jacobian = np.zeros(len(self.covariance))
+        jacobian[INDEX[op_class]] = 1.0
+        state = self._state()
+        gain, _ = _gain(self.covariance, jacobian, _NOISE_DEVIATION)
+        surprise = -math.log(value) - state[INDEX[op_class]]
+        return self._moved(state + gain * surprise, _shrunk(self.covariance, gain, jacobian))
+
+    def _corrected(
+        self, stage: ModelStage, work: FloatArray, log_seconds: float, noise: float
+    ) -> EfficiencyTable:
+        """Take one measured stage time: iterated, with the pull of outliers bounded."""
+        at = len(CLASSES) + list(self.log_residual).index(stage)
+        prior, covariance = self._state(), self.covariance
+        _, jacobian = _predict(prior, work, at)
+        _, deviation = _gain(covariance, jacobian, noise)
+        surprise = log_seconds - _predict(prior, work, at)[0]
+        streak = 0
+        if abs(surprise) > _HUBER * deviation:
+            before = self.streaks.get(stage, 0)
+            side = 1 if surprise > 0 else -1
+            streak = before + side if before * side >= 0 else side
+        if abs(streak) >= _PERSISTENT:
+            # Not an outlier any more: forget how certain this stage's unknowns were.
+            covariance = self._loosened(jacobian)
+            _, deviation = _gain(covariance, jacobian, noise)
+        limit = _HUBER * deviation
+        target = log_seconds - surprise + max(-limit, min(limit, surprise))
+        state = prior
+        for _ in range(_ITERATIONS):
+            predicted, jacobian = _predict(state, work, at)
+            gain, _ = _gain(covariance, jacobian, noise)
+            # Iterated extended Kalman filter: relinearize around the newest state.
+            state = prior + gain * (target - predicted - jacobian @ (prior - state))
+            state[: len(CLASSES)] = np.clip(state[: len(CLASSES)], 0.0, _MAX_LOG_INVERSE)
+        table = self._moved(state, _shrunk(covariance, gain, jacobian))
+        return replace(table, streaks={**self.streaks, stage: streak})
+
+    def _state(self) -> FloatArray:
+        return np.concatenate([self.log_inverse, list(self.log_residual.values())])
+
+    def _moved(self, state: FloatArray, covariance: FloatArray) -> EfficiencyTable:
+        classes = np.clip(state[: len(CLASSES)], 0.0, _MAX_LOG_INVERSE)
+        residuals = dict(zip(self.log_residual, map(float, state[len(CLASSES) :]), strict=True))
+        return replace(self, log_inverse=classes, log_residual=residuals, covariance=covariance)
+
+
+def _predict(state: FloatArray, work: FloatArray, at: int) -> tuple[float, FloatArray]:
+    """Log seconds of a stage whose residual sits at ``at``, and its derivative by every unknown."""
+    seconds = work * np.exp(state[: len(CLASSES)])
+    total = float(seconds.sum())
+    jacobian = np.zeros(len(state))
+    jacobian[: len(CLASSES)] = seconds / total  # d log(sum_k w_k e^x_k) / d x_k = share of class k
+    jacobian[at] = 1.0
+    return math.log(total) + float(state[at]), jacobian
+
+
+def _gain(covariance: FloatArray, jacobian: FloatArray, noise: float) -> tuple[FloatArray, float]:
+    """Kalman gain, and the standard deviation of what was to be measured."""
+    spread = covariance @ jacobian
+    variance = float(jacobian @ spread) + noise**2
+    return spread / variance, math.sqrt(variance)
+
+
+def _shrunk(covariance: FloatArray, gain: FloatArray, jacobian: FloatArray) -> FloatArray:
+    after = covariance - np.outer(gain, jacobian @ covariance)
+    return np.asarray((after + after.T) / 2)

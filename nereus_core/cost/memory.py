@@ -1,0 +1,63 @@
+"""Bytes a model-stage takes on each of its devices: what stays, and what its running needs.
+
+Every device of a unit is charged like the fullest one. Colocated stages add up what stays; of what
+running needs only the largest counts, because stages that share a device never run at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nereus_core.cost.lengths import Lengths
+from nereus_core.cost.op_classes import FloatArray
+from nereus_core.cost.shapes import Options, RankShapes
+from nereus_core.workload import Job, ModelStage, Stage
+
+_LOGITS_BYTES = 4
+"""Logits are float32 on every framework studied."""
+
+
+def persistent_bytes(job: Job, stage: ModelStage, options: Options) -> FloatArray:
+    """Bytes kept between steps: parameters, and moments and master copies where it trains."""
+    precision = job.precision
+    each = precision.train_bytes if stage.stage is Stage.TRAIN else precision.param_bytes
+    return RankShapes.of(job.model(stage), options).params * each
+
+
+def transient_bytes(
+    job: Job, stage: ModelStage, options: Options, lengths: Lengths, waves: FloatArray
+) -> FloatArray:
+    """Bytes that exist only while the stage runs: gradients, activations, logits, KV cache."""
+    model, each = job.model(stage), job.precision.param_bytes
+    shapes = RankShapes.of(model, options)
+    sequences = job.global_batch / options.dp
+    if stage.stage is Stage.GENERATE:
+        alive = np.ceil(sequences / waves)
+        # A cache is paged, so that all at once hold no more than the 95th percentile each.
+        longest = lengths.longest_of(alive, job.global_batch)
+        tokens = lengths.prompt_mean + np.minimum(longest, lengths.response_p95)
+        cache = 2 * shapes.kv * shapes.layers * each * tokens * alive
+        return np.asarray(cache + 2 * _LOGITS_BYTES * shapes.vocab * alive)
+    tokens = np.minimum(job.micro_batch, sequences) * lengths.total_max
+    # Logits and their softmax; a value head has one output.
+    logits = 2 * _LOGITS_BYTES * (shapes.vocab if model.head == "lm" else 1.0) * tokens
+    # Kept for backward per token and layer: block inputs, normed inputs (twice), q, k, v, attention
+    # output; gate, up, activation, product (Korthikanti et al. 2022 without dropout and scores).
+    kept = 4 * model.hidden + 2 * shapes.query + 2 * shapes.kv + 4 * shapes.intermediate
+    if stage.stage is Stage.INFER:
+        return np.asarray(logits + kept * each * tokens)
+    # One-forward-one-backward: the first pipeline rank holds pp micro-batches at once.
+    in_flight = np.minimum(options.pp, np.ceil(sequences / job.micro_batch))
+    gradients = shapes.params * job.precision.grad_bytes
+    activations = kept * each * tokens * shapes.layers * in_flight
+    return np.asarray(gradients + activations + 1.5 * logits)
+
+
+def wave_ladder(job: Job, stage: ModelStage) -> tuple[int, ...]:
+    """Rounds to consider in which a generating unit takes its sequences, fewest first.
+
+    Powers of two up to one sequence at a time; 1 for every other stage.
+    """
+    if stage.stage is not Stage.GENERATE:
+        return (1,)
+    return tuple(1 << i for i in range((job.global_batch - 1).bit_length() + 1))

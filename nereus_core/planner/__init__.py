@@ -1,0 +1,163 @@
+"""The planner: the fastest plan that fits, exact on its space, and why others lost.
+
+The space: model-stages are partitioned into groups; groups get disjoint runs of devices, nodes with
+most healthy devices first, the largest group first (`groups`); the stages of a group share its
+devices and run one after another where the algorithm would let them run at once. Each stage has any
+layout whose tp fits in a node and any number of units that divides the global batch; it need not
+use all devices of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus_core.cost import CostModel, Lengths, StepCost
+from nereus_core.errors import NoFeasiblePlan
+from nereus_core.plan import Plan, plan_problems
+from nereus_core.planner.constraints import Constraints
+from nereus_core.planner.nearest import tightest
+from nereus_core.planner.placing import Placer
+from nereus_core.planner.search import TIE, Found, search
+from nereus_core.planner.space import Space
+
+__all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
+
+_RUNNER_UPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan and what a step under it is predicted to cost."""
+
+    plan: Plan
+    step: StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """A plan that lost."""
+
+    plan: Plan
+    predicted_s: float
+    reason: str
+    """In words: slower by how much, or which device lacks how much memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The result of planning."""
+
+    best: Candidate
+    runner_ups: tuple[RunnerUp, ...]
+    """Fastest first, the ones that do not fit last."""
+    searched: int
+    """Arrangements of groups that were solved exactly; bounds ruled out the others."""
+
+
+def best(
+    cost: CostModel, lengths: Lengths, constraints: Constraints, current: Plan | None = None
+) -> Planned:
+    """Find the plan with the shortest predicted step.
+
+    Deterministic. Among plans equally fast (within 1e-9) the one that moves fewest bytes from
+    ``current`` wins; stages it leaves alone keep their devices in their order.
+
+    Raises:
+        NoFeasiblePlan: nothing fits in memory, or constraints leave a stage no layout.
+    """
+    space = Space.of(cost, lengths, constraints, current)
+    index = {stage: i for i, stage in enumerate(space.stages)}
+    together = [frozenset(index[s] for s in g if s in index) for g in constraints.colocate]
+    found = search(space, together)
+    if not found.best:
+        raise NoFeasiblePlan(space.num_devices, tightest(space, together))
+    placer = Placer(space, constraints, current)
+    plan = _chosen(cost, lengths, constraints, current, placer, found)
+    chosen = Candidate(plan, cost.step(plan, lengths))
+    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched)
+
+
+def still_good(
+    cost: CostModel, lengths: Lengths, constraints: Constraints, current: Plan, delta: float
+) -> bool:
+    """Whether the current plan fits and is within ``delta`` of the best possible, by bounds alone.
+
+    No search: a level of the step takes at least its slowest stage alone on all devices, and at
+    least the least device-seconds of its stages over all devices. False may also mean that the
+    bound is too weak to tell.
+    """
+    if not _usable(cost, lengths, constraints, current):
+        return False
+    space = Space.of(cost, lengths, constraints, current)
+    least = space.least_s()
+    device_s = (least * space.sizes).min(axis=1)
+    level = np.array([o.level for o in space.options])
+    bound = np.array(
+        [
+            max(least[level == n, -1].max(), device_s[level == n].sum() / space.num_devices)
+            for n in range(space.num_levels)
+        ]
+    )
+    whole_s = max(least[:, -1].max(), device_s.sum() / space.num_devices)
+    bound_s = float(space.objective(bound, np.array(whole_s))) + cost.between.seconds
+    return cost.step(current, lengths).step.mean_s <= (1 + delta) * bound_s
+
+
+def _usable(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan) -> bool:
+    return (
+        not plan_problems(plan, cost.job)
+        and constraints.allows(plan, plan)
+        and cost.memory_problem(plan, lengths) is None
+    )
+
+
+def _chosen(
+    cost: CostModel,
+    lengths: Lengths,
+    constraints: Constraints,
+    current: Plan | None,
+    placer: Placer,
+    found: Found,
+) -> Plan:
+    """Stay with the current plan when nothing is faster; else take the nearest of the best."""
+    limit_s = found.best[0].seconds * (1 + TIE) + cost.between.seconds
+    if (
+        current is not None
+        and _usable(cost, lengths, constraints, current)
+        and cost.step(current, lengths).step.mean_s <= limit_s
+    ):
+        return current
+    return placer.nearest(found.best)
+
+
+def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[RunnerUp, ...]:
+    space, best_s = placer.space, chosen.step.step.mean_s
+    seen, fit, unfit = {chosen.plan}, list[RunnerUp](), list[RunnerUp]()
+
+    def consider(plan: Plan, word: str) -> None:
+        if plan in seen or plan_problems(plan, space.cost.job):
+            return
+        seen.add(plan)
+        seconds = space.cost.step(plan, space.lengths).step.mean_s
+        if problem := space.cost.memory_problem(plan, space.lengths):
+            unfit.append(RunnerUp(plan, seconds, f"{word}does not fit: {problem}"))
+        elif seconds > best_s * (1 + TIE):
+            slower = f"{word}slower by {seconds / best_s - 1:.1%}"
+            fit.append(RunnerUp(plan, seconds, slower))
+        else:
+            fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
+
+    if placer.current is not None and set(placer.current) == set(space.stages):
+        consider(placer.current, "the current plan: ")
+    for solution in (*found.best[1:], *found.others):
+        consider(placer.canonical(solution), "")
+    consider(placer.unbounded(found.best[0]), "")
+    return _shortest(fit, unfit)
+
+
+def _shortest(fit: Sequence[RunnerUp], unfit: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
+    ordered = sorted(fit, key=lambda r: r.predicted_s)[: _RUNNER_UPS - min(1, len(unfit))]
+    return (*ordered, *unfit[: _RUNNER_UPS - len(ordered)])

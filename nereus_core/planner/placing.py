@@ -1,0 +1,132 @@
+"""From a solution to devices: as much as possible of the current placement stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from nereus_core.cluster import Device
+from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move
+from nereus_core.plan import Placement, Plan, plan_problems
+from nereus_core.planner.constraints import Constraints
+from nereus_core.planner.groups import cut, packed, shape_between, shape_of
+from nereus_core.planner.search import TIE, Solution
+from nereus_core.planner.space import Choice, Space
+
+
+@dataclass(frozen=True, slots=True)
+class Placer:
+    """Turns solutions into plans, near to a current plan where there is one."""
+
+    space: Space
+    constraints: Constraints
+    current: Plan | None
+
+    @property
+    def _cost(self) -> CostModel:
+        return self.space.cost
+
+    @property
+    def _lengths(self) -> Lengths:
+        return self.space.lengths
+
+    def canonical(self, solution: Solution) -> Plan:
+        """Place groups in order of nodes, the largest first, every stage from its group's start."""
+        spans = cut(solution.sizes)
+        devices = self.space.devices
+        return self._plan(solution, [devices[a:b] for a, b in spans], None)
+
+    def unbounded(self, solution: Solution) -> Plan:
+        """Same groups with every stage's fastest choice, whatever memory it needs."""
+        shapes = [shape_between(self.space.node_sizes, *span) for span in cut(solution.sizes)]
+        rows = tuple(
+            tuple(self.space.fastest(index, shape) for index in block)
+            for block, shape in zip(solution.blocks, shapes, strict=True)
+        )
+        return self.canonical(replace(solution, rows=rows))
+
+    def nearest(self, solutions: Sequence[Solution]) -> Plan:
+        """Return the plan of equally fast solutions that moves fewest bytes from the current one.
+
+        Ties beyond that are broken by the plan's text, so that the result is deterministic.
+        """
+        if self.current is None:
+            return self.canonical(solutions[0])
+        limit_s = solutions[0].seconds * (1 + TIE) + self._cost.between.seconds
+        plans = {p for s in solutions for p in self._candidates(s, limit_s)}
+        plans = {self._kept_back(p, limit_s) for p in plans}
+        allowed = [p for p in plans if self.constraints.allows(p, self.current)] or list(plans)
+        return min(allowed, key=lambda p: (self.moved_bytes(p), str(p), str(p.to_json())))
+
+    def moved_bytes(self, plan: Plan) -> int:
+        """Bytes that a change from the current plan sends between devices."""
+        if self.current is None:
+            return 0
+        return plan_bytes_to_move(self._cost.job, self.current, plan)
+
+    def _candidates(self, solution: Solution, limit_s: float) -> Iterator[Plan]:
+        """Plans of one solution: its groups in every order that keeps their shapes."""
+        canonical = self.canonical(solution)
+        yield canonical
+        devices = self.space.devices
+        spans = cut(solution.sizes)
+        shapes = [shape_of(devices[a:b]) for a, b in spans]
+        for order in permutations(range(len(spans))):
+            at, groups = 0, [tuple[Device, ...]() for _ in spans]
+            for i in order:
+                groups[i] = devices[at : at + solution.sizes[i]]
+                at += solution.sizes[i]
+            if [shape_of(group) for group in groups] == shapes:
+                plan = self._plan(solution, groups, self.current)
+                if self._as_good(plan, limit_s):
+                    yield plan
+
+    def _plan(
+        self, solution: Solution, groups: Sequence[Sequence[Device]], near: Plan | None
+    ) -> Plan:
+        placements = {}
+        for block, group, rows in zip(solution.blocks, groups, solution.rows, strict=True):
+            for index, row in zip(block, rows, strict=True):
+                options = self.space.options[index]
+                stage, choice = options.stage, options.choice(row)
+                now = None if near is None else near.get(stage)
+                placements[stage] = _placed(choice, group, now)
+        return Plan(placements)
+
+    def _kept_back(self, plan: Plan, limit_s: float) -> Plan:
+        """Give stages their current placement back where the step does not become slower."""
+        assert self.current is not None
+        job = self._cost.job
+        changed = [s for s in plan if s in self.current and plan[s] != self.current[s]]
+        cost = {s: bytes_to_move(job, self.current[s], plan[s], s) for s in changed}
+        for stage in sorted(changed, key=lambda s: (-cost[s], s)):
+            trial = Plan({**plan, stage: self.current[stage]})
+            if not plan_problems(trial, job) and self._as_good(trial, limit_s):
+                plan = trial
+        return plan
+
+    def _as_good(self, plan: Plan, limit_s: float) -> bool:
+        return (
+            self.constraints.allows(plan, self.current)
+            and self._cost.step(plan, self._lengths).step.mean_s <= limit_s
+            and self._cost.memory_problem(plan, self._lengths) is None
+        )
+
+
+def _placed(choice: Choice, group: Sequence[Device], now: Placement | None) -> Placement:
+    """Place a stage in its group; units of the same layout that lie in the group stay."""
+    fresh = packed(choice.layout, choice.dp, group)
+    assert fresh is not None, "the search chose a layout that its group cannot hold"
+    if now is None or now.layout != choice.layout:
+        return fresh
+    inside = set(group)
+    stay = [unit for unit in now.units if inside.issuperset(unit)][: choice.dp]
+    if not stay:
+        return fresh
+    taken = {d for unit in stay for d in unit}
+    rest = packed(choice.layout, choice.dp - len(stay), [d for d in group if d not in taken])
+    if rest is None:
+        return fresh
+    return Placement(choice.layout, (*stay, *rest.units))

@@ -1,0 +1,218 @@
+"""Exact search: set partitions of stages into groups, sizes of groups, and ways to share a group.
+
+For each partition, sizes are assigned group by group and dropped as soon as a lower bound on the
+step exceeds the best step found (branch and bound, vectorized over assignments). What is left is
+visited in order of its bound, with the groups' true shapes on the nodes and their Pareto fronts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.planner.groups import Shape, cut, shape_between
+from nereus_core.planner.pareto import front
+from nereus_core.planner.space import Front, Space
+
+TIE = 1e-9
+"""Relative difference of predicted seconds below which two plans are equally fast."""
+_TIED_KEPT = 32
+"""Equally fast solutions kept to choose the one nearest to the current plan."""
+
+Block = tuple[int, ...]
+"""Indices of the stages of one group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Groups of stages, their sizes, and an option row for every stage."""
+
+    seconds: float
+    """Of the stages and their synchronization, as the space counts them."""
+    blocks: tuple[Block, ...]
+    sizes: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search."""
+
+    best: tuple[Solution, ...]
+    """Equally fast ones, in the order found; empty when nothing fits."""
+    others: tuple[Solution, ...]
+    """The best of other partitions that were looked at, fastest first."""
+    searched: int
+    """Assignments of sizes that were solved exactly."""
+
+
+def partitions(
+    stages: Sequence[int], together: Sequence[frozenset[int]]
+) -> Iterator[tuple[Block, ...]]:
+    """All set partitions that keep stages together that must be; deterministic order."""
+
+    def extend(blocks: tuple[Block, ...], left: Sequence[int]) -> Iterator[tuple[Block, ...]]:
+        if not left:
+            yield blocks
+            return
+        for i, block in enumerate(blocks):
+            grown = (*blocks[:i], (*block, left[0]), *blocks[i + 1 :])
+            yield from extend(grown, left[1:])
+        yield from extend((*blocks, (left[0],)), left[1:])
+
+    for blocks in extend((), stages):
+        if all(any(group <= set(block) for block in blocks) for group in together):
+            yield blocks
+
+
+def search(space: Space, together: Sequence[frozenset[int]]) -> Found:
+    """Find the fastest solutions; exact on the space."""
+    return _Search(space).run(together)
+
+
+class _Search:
+    """The state of one search: the best step so far and what reached it."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._least = space.least_s()
+        self._best_s = np.inf
+        self._tied: list[Solution] = []
+        self._by_partition: dict[tuple[Block, ...], Solution] = {}
+        self._searched = 0
+        self._shapes: dict[tuple[int, int], Shape] = {}
+
+    def run(self, together: Sequence[frozenset[int]]) -> Found:
+        bounded = [
+            (self._bound(blocks), blocks)
+            for blocks in partitions(range(len(self._space.stages)), together)
+            if len(blocks) <= self._space.num_devices
+        ]
+        for bound, blocks in sorted(bounded):
+            if bound <= self._best_s * (1 + TIE) and bound < np.inf:
+                self._visit(blocks)
+        best = tuple(s for s in self._tied if s.seconds <= self._best_s * (1 + TIE))
+        taken = {s.blocks for s in best[:1]}
+        others = sorted(
+            (s for b, s in self._by_partition.items() if b not in taken),
+            key=lambda s: (s.seconds, s.blocks),
+        )
+        return Found(best, tuple(others), self._searched)
+
+    def _block_least(self, block: Block) -> FloatArray:
+        """Lower bound of a block's seconds per level in a group of each size [size, level]."""
+        found = np.zeros((len(self._space.sizes), self._space.num_levels))
+        for stage in block:
+            found[:, self._space.options[stage].level] += self._least[stage]
+        return found
+
+    def _bound(self, blocks: tuple[Block, ...]) -> float:
+        """Lower bound of a partition: every group as large as the others leave room for."""
+        room = self._space.num_devices - (len(blocks) - 1)
+        at = int(np.searchsorted(self._space.sizes, room, side="right")) - 1
+        least = np.stack([self._block_least(block)[at] for block in blocks])
+        group_s = least.sum(axis=1).max()
+        return float(self._space.objective(least.max(axis=0), group_s))
+
+    def _visit(self, blocks: tuple[Block, ...]) -> None:
+        """Solve every assignment of sizes to a partition's groups that can still win or tie."""
+        sizes, bounds = self._assignments(blocks)
+        tied_visits = 0
+        for i in np.lexsort((*sizes.T[::-1], bounds)):
+            if bounds[i] > self._best_s * (1 + TIE):
+                break
+            if bounds[i] >= self._best_s * (1 - TIE):
+                tied_visits += 1
+                if tied_visits > _TIED_KEPT:
+                    break
+            self._solve(blocks, tuple(int(z) for z in sizes[i]))
+
+    def _assignments(self, blocks: tuple[Block, ...]) -> tuple[IntArray, FloatArray]:
+        """Sizes per group [assignment, group] with their lower bounds, those that may win."""
+        space = self._space
+        least = [self._block_least(block) for block in blocks]
+        # What the groups still to come take at the very least, per level and as one group.
+        rest_level = [np.zeros(space.num_levels)]
+        rest_group = [0.0]
+        for table in reversed(least[1:]):
+            rest_level.append(np.maximum(rest_level[-1], table.min(axis=0)))
+            rest_group.append(max(rest_group[-1], float(table.sum(axis=1).min())))
+        chosen = np.zeros((1, 0), dtype=np.int64)
+        used, level_s, group_s = (
+            np.zeros(1, dtype=np.int64),
+            np.zeros((1, space.num_levels)),
+            np.zeros(1),
+        )
+        bounds = np.zeros(1)
+        for i, table in enumerate(least):
+            left = len(blocks) - 1 - i
+            a, z = (m.ravel() for m in np.indices((len(used), len(space.sizes))))
+            fits = used[a] + space.sizes[z] + left <= space.num_devices
+            a, z = a[fits], z[fits]
+            used = used[a] + space.sizes[z]
+            level_s = np.maximum(level_s[a], table[z])
+            group_s = np.maximum(group_s[a], table[z].sum(axis=1))
+            bounds = space.objective(
+                np.maximum(level_s, rest_level[left]), np.maximum(group_s, rest_group[left])
+            )
+            keep = (bounds <= self._best_s * (1 + TIE)) & np.isfinite(bounds)
+            chosen = np.concatenate([chosen[a], space.sizes[z][:, None]], axis=1)[keep]
+            used, level_s, group_s = used[keep], level_s[keep], group_s[keep]
+            bounds = bounds[keep]
+        return chosen, bounds
+
+    def _shape(self, start: int, end: int) -> Shape:
+        if (start, end) not in self._shapes:
+            self._shapes[start, end] = shape_between(self._space.node_sizes, start, end)
+        return self._shapes[start, end]
+
+    def _solve(self, blocks: tuple[Block, ...], sizes: tuple[int, ...]) -> None:
+        """Combine the fronts of groups of these sizes; keep the result where it wins or ties."""
+        self._searched += 1
+        shapes = [self._shape(*span) for span in cut(sizes)]
+        fronts: list[Front] = []
+        for block, shape in zip(blocks, shapes, strict=True):
+            ways = self._space.front(block, shape)
+            if not len(ways.level_s):
+                return
+            fronts.append(ways)
+        level_s, group_s, picks = self._combined(fronts)
+        if not len(level_s):
+            return
+        seconds = self._space.objective(level_s, group_s)
+        at = int(seconds.argmin())
+        rows = tuple(
+            tuple(int(r) for r in ways.rows[pick])
+            for ways, pick in zip(fronts, picks[at], strict=True)
+        )
+        self._keep(Solution(float(seconds[at]), blocks, sizes, rows))
+
+    def _combined(self, fronts: Sequence[Front]) -> tuple[FloatArray, FloatArray, IntArray]:
+        """Undominated (seconds per level, longest group) over one way per group, and the ways."""
+        space = self._space
+        level_s, group_s = np.zeros((1, space.num_levels)), np.zeros(1)
+        picks = np.zeros((1, 0), dtype=np.int64)
+        for ways in fronts:
+            a, b = (m.ravel() for m in np.indices((len(level_s), len(ways.level_s))))
+            level_s = np.maximum(level_s[a], ways.level_s[b])
+            group_s = np.maximum(group_s[a], ways.level_s[b].sum(axis=1))
+            picks = np.concatenate([picks[a], b[:, None]], axis=1)
+            may_win = space.objective(level_s, group_s) <= self._best_s * (1 + TIE)
+            level_s, group_s, picks = level_s[may_win], group_s[may_win], picks[may_win]
+            if len(level_s) > 1:
+                kept = front(np.concatenate([level_s, group_s[:, None]], axis=1))
+                level_s, group_s, picks = level_s[kept], group_s[kept], picks[kept]
+        return level_s, group_s, picks
+
+    def _keep(self, solution: Solution) -> None:
+        known = self._by_partition.get(solution.blocks)
+        if known is None or solution.seconds < known.seconds:
+            self._by_partition[solution.blocks] = solution
+        if solution.seconds < self._best_s * (1 - TIE):
+            self._tied = [s for s in self._tied if s.seconds <= solution.seconds * (1 + TIE)]
+        if solution.seconds <= self._best_s * (1 + TIE) and len(self._tied) < _TIED_KEPT:
+            self._tied.append(solution)
+        self._best_s = min(self._best_s, solution.seconds)
