@@ -227,7 +227,6 @@ class TorchAdapter:
             )
         except UnitLost as error:
             error.op = op
-            running.notice()
             raise
         return move.moved_bytes, move.kept_bytes, peaks
 

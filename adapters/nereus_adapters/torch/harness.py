@@ -139,12 +139,13 @@ class TorchHarness:
         """Run one RL step."""
         job = self.running_job
         job.step()
-        rollout = job.last
+        rollout, copies = job.last, job.settings.responses_per_prompt
         assert rollout is not None
         return StepResult(
             step=rollout.step,
             losses={model: m.loss for model, m in rollout.metrics.items()},
-            sample_ids=tuple(p.id for p in rollout.prompts),
+            # Several responses to one prompt are as many samples.
+            sample_ids=tuple(p.id * copies + i % copies for i, p in enumerate(rollout.prompts)),
             weight_version=dict(job.served),
             grad_norms={model: m.grad_norm for model, m in rollout.metrics.items()},
         )

@@ -36,7 +36,14 @@ from nereus_adapters.torch.engine import (
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.sync import synchronize
 from nereus_adapters.torch.transfer import Transfer
-from nereus_adapters.torch.values import Meeting, Memory, SeatPart, SeatSettings, ShardSpec, SyncPart
+from nereus_adapters.torch.values import (
+    Meeting,
+    Memory,
+    SeatPart,
+    SeatSettings,
+    ShardSpec,
+    SyncPart,
+)
 from nereus_adapters.torch.wire import Call, Failure, Reply, receive, send_value
 from nereus_core.errors import NereusError
 from nereus_core.state import Slot
@@ -76,7 +83,7 @@ class Seat:
         self.units[unit] = shard
 
     def drop(self, unit: UnitId, *, park: bool = False) -> None:
-        """Let go of a shard; parked, its state moves to host memory. Returns when memory is free."""
+        """Let go of a shard and its memory; parked, its state moves to host memory."""
         self.unlink(unit)
         shard = self.units.pop(unit)
         self.accountant.drop(shard.resident_bytes())
@@ -142,7 +149,9 @@ class Seat:
         constant = {
             buffer.untyped_storage().data_ptr()
             for module in things
-            if issubclass(type(module), torch.nn.Module)  # isinstance asks odd objects for __class__
+            if issubclass(
+                type(module), torch.nn.Module
+            )  # isinstance asks odd objects for __class__
             for buffer in module._buffers.values()
             if buffer is not None
         }

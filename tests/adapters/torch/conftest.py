@@ -6,9 +6,9 @@ import os
 
 import pytest
 import torch
+
 from nereus_adapters.torch.harness import TINY_CONFIG, TorchHarness
 from nereus_adapters.torch.pool import LocalPool
-
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, Merge, Split
@@ -77,12 +77,12 @@ class Hand:
         return self.adapter.destroy(Destroy(self.op_id(), self.ids(stage)[which], park))
 
 
-def packed(job, placements=None, default=(Layout(1, 1), 1)):
+def packed(job, placements=None):
     """Return a plan; every stage is packed from the first device on."""
     devices = job.cluster.devices
 
     def place(stage):
-        layout, dp = (placements or {}).get(stage, default)
+        layout, dp = (placements or {}).get(stage, (Layout(1, 1), 1))
         return Placement.packed(layout, devices[: layout.num_devices * dp])
 
     return Plan({stage: place(stage) for stage in job.workload.stages})

@@ -37,14 +37,12 @@ def hand(adapter, tools):
     return tools.Hand(adapter)
 
 
-def test_impossible_requests_are_refused_by_name_and_the_job_goes_on(
-    harness, tools, adapter, hand
-):
+def test_impossible_requests_are_refused_by_name_and_the_job_goes_on(harness, tools, adapter, hand):
     units = adapter.units()
     held = {d: harness.memory_bytes(d) for d in hand.devices}
     with tools.at_boundary(adapter):
         with pytest.raises(Infeasible, match="tp=3 does not divide num_heads=4"):
-            hand.extend(Layout(3, 1), [1, 2, 3], sources=hand.ids(ACTOR_TRAIN)[:1])
+            hand.extend(Layout(3, 1), [1, 2, 3], REF_INFER)
         with pytest.raises(Infeasible, match="a split stays on its parent's devices"):
             hand.split(Layout(2, 1), [0, 2])
         with pytest.raises(DevicesBusy, match="node0:1 by actor/train#1"):
@@ -82,7 +80,7 @@ def test_what_does_not_fit_is_refused_before_it_starts(harness, tools):
     hand = tools.Hand(adapter)
     held = {d: harness.memory_bytes(d) for d in hand.devices}
     with tools.at_boundary(adapter):
-        with pytest.raises(OutOfDeviceMemory, match="on node0:0, which has 0.00 GiB") as caught:
+        with pytest.raises(OutOfDeviceMemory, match=r"on node0:0, which has 0\.00 GiB") as caught:
             hand.split(Layout(1, 1), [0], stage=REF_INFER)
         assert caught.value.need_bytes > 1_400_000
         assert {d: harness.memory_bytes(d) for d in hand.devices} == held
@@ -118,10 +116,8 @@ def test_the_same_op_id_does_nothing_again(tools, adapter, hand):
 def test_relink_holds_the_plan_against_the_units(tools, adapter, hand):
     with tools.at_boundary(adapter):
         hand.destroy(1)
-        with pytest.raises(PlanError, match="actor/train: .* alive, the plan says tp1pp1dp2"):
-            adapter.relink(
-                tools.packed(adapter.job(), {ACTOR_TRAIN: (Layout(1, 1), 2)})
-            )
+        with pytest.raises(PlanError, match=r"actor/train: .* alive, the plan says tp1pp1dp2"):
+            adapter.relink(tools.packed(adapter.job(), {ACTOR_TRAIN: (Layout(1, 1), 2)}))
         adapter.relink(Plan.of_units(adapter.units()))
 
 

@@ -88,7 +88,9 @@ def test_a_seat_that_hangs_is_ended_and_named(harness, tools, adapter):
     lost = hand.ids(ACTOR_TRAIN)[1]
     with tools.at_boundary(adapter):
         arm(harness, hand.devices[1], "verify", "hang")
-        with pytest.raises(UnitLost, match=r"waited 1 s for seat node0:1 to finish verify") as caught:
+        with pytest.raises(
+            UnitLost, match=r"waited 1 s for seat node0:1 to finish verify"
+        ) as caught:
             hand.merge(Layout(2, 1), [0, 1])
         assert caught.value.lost == (lost,)
     harness.running_job.give([hand.devices[1]])
@@ -179,4 +181,17 @@ def test_devices_that_leave_are_drained_first(harness, tools, adapter):
     assert hand.devices[1] in adapter.observe().healthy
     with tools.at_boundary(adapter):
         hand.extend(Layout(1, 1), [1])
+    harness.step()
+
+
+def test_a_loss_elsewhere_does_not_fail_a_primitive(harness, tools, adapter):
+    hand = tools.Hand(adapter)
+    with tools.at_boundary(adapter):
+        hand.extend(Layout(1, 1), [3])
+        harness.fail(hand.devices[3])
+        parents = hand.ids(ACTOR_TRAIN)
+        hand.merge(Layout(2, 1), [0, 1], parents=parents)
+        with pytest.raises(UnitLost):
+            harness.step()
+    harness.running_job.give([hand.devices[3]])
     harness.step()

@@ -1,4 +1,4 @@
-"""A job whose plan changes is the job whose plan does not: same losses, same rewards, same state."""
+"""A job whose plan changes has the losses, rewards and state of one whose plan does not."""
 
 import math
 from dataclasses import replace

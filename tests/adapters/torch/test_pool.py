@@ -6,12 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+
 from nereus_adapters.torch.channel import Channel
 from nereus_adapters.torch.pool import LocalPool
 from nereus_adapters.torch.wire import Failure, SeatError
-
 from nereus_core.cluster import Device
 from nereus_core.errors import ConfigError, LayoutError, NereusError, SeatDead, WaitTimeout
 from nereus_core.layout import Layout
@@ -37,14 +38,15 @@ def test_a_port_in_use_is_named():
 
 
 def test_the_store_listens_on_the_loopback_interface_only(seats):
-    from nereus_adapters.torch import pool as module
-
-    listening = [
-        line.split()[1]
-        for line in open("/proc/net/tcp", encoding="ascii").readlines()[1:]
-        if line.split()[3] == "0A" and line.split()[1].endswith(f":{seats.port:04X}")
+    sockets = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]
     ]
-    assert module._LOOPBACK == "127.0.0.1"
+    listening = [
+        local for _, local, _, state, *_ in sockets
+        if state == "0A" and local.endswith(f":{seats.port:04X}")
+    ]  # fmt: skip
     assert listening == [f"0100007F:{seats.port:04X}"]
 
 

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from nereus_adapters.torch.exchange import digest, packed
 from nereus_adapters.torch.routing import buckets, pieces, ranks
 from nereus_adapters.torch.values import Bucket
-
 from nereus_core.cluster import Device
 from nereus_core.layout import layouts
 from nereus_core.sim.models import TINY

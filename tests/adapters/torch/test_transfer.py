@@ -56,7 +56,7 @@ def random_change(rng, hand, model):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_moved_bytes_are_the_lower_bound_over_random_layouts(pool, tools, name):
-    """In all, PAIRS_EACH x len(MODELS) pairs of layouts; state is the same to the bit after each."""
+    """State is the same to the bit after each of PAIRS_EACH x len(MODELS) changes."""
     assert PAIRS_EACH * len(MODELS) >= 50
     harness = tools.TorchHarness(pool=pool, hf_config=MODELS[name])
     try:
@@ -103,9 +103,7 @@ def test_a_seat_never_holds_two_copies(harness, tools):
             old = adapter.units().of(ACTOR_TRAIN)
             receipt = act()
             for device, peak in receipt.peak_bytes.items():
-                larger = max(
-                    _shard(model, units, device) for units in (old, receipt.created)
-                )
+                larger = max(_shard(model, units, device) for units in (old, receipt.created))
                 assert peak - others[device] < 2 * larger
 
 
@@ -143,9 +141,13 @@ def test_an_extension_is_fed_by_all_its_sources(harness, tools):
     model = job.model(ACTOR_TRAIN)
     with tools.at_boundary(adapter):
         receipt = hand.extend(Layout(1, 1), [2])
-    held = [p for u in adapter.units().of(ACTOR_TRAIN)[:2] for p in placed(model, u.layout, u.devices)]
+    held = [
+        p for u in adapter.units().of(ACTOR_TRAIN)[:2] for p in placed(model, u.layout, u.devices)
+    ]
     found = routes(held, placed(model, receipt.created[0].layout, receipt.created[0].devices))
-    by_source = {d: sum(r.box.num_elements for r in found if r.source == d) for d in hand.devices[:2]}
+    by_source = {
+        d: sum(r.box.num_elements for r in found if r.source == d) for d in hand.devices[:2]
+    }
     assert min(by_source.values()) > 0.4 * sum(by_source.values())
     assert tools.sha256(harness.peek(hand.ids(ACTOR_TRAIN)[2])) == tools.sha256(
         harness.peek(hand.ids(ACTOR_TRAIN)[0])

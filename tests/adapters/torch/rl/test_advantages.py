@@ -63,7 +63,9 @@ def test_grpo_of_equal_scores_is_zero():
 
 
 def test_grpo_with_one_response_is_the_score():
-    assert torch.equal(advantages.grpo(f64([2.0, -1.0]), 1, MASK), f64([[0, 2, 2, 2], [0, -1, -1, 0]]))
+    assert torch.equal(
+        advantages.grpo(f64([2.0, -1.0]), 1, MASK), f64([[0, 2, 2, 2], [0, -1, -1, 0]])
+    )
 
 
 def test_remax_takes_the_greedy_score_off_the_reward_to_go():

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
-from nereus_adapters.torch.rl.rollout import sequence_seed, slices  # noqa: E402
-from nereus_adapters.torch.rl.tasks import CopyTask, load_task  # noqa: E402
-
-from nereus_core.errors import ConfigError  # noqa: E402
+from nereus_adapters.torch.rl.rollout import sequence_seed, slices
+from nereus_adapters.torch.rl.tasks import CopyTask, load_task
+from nereus_core.errors import ConfigError
 
 pytestmark = pytest.mark.real
 
@@ -22,7 +21,9 @@ def test_slices_cover_in_order_and_differ_by_one(total, count):
 
 
 def test_seeds_differ_by_seed_step_index_and_kind():
-    numbers = [(a, b, c, d) for a in range(3) for b in range(5) for c in range(20) for d in range(2)]
+    numbers = [
+        (a, b, c, d) for a in range(3) for b in range(5) for c in range(20) for d in range(2)
+    ]
     seeds = {sequence_seed(*n) for n in numbers}
     assert len(seeds) == len(numbers)
     assert all(0 <= s < 2**63 for s in seeds)
@@ -46,9 +47,9 @@ def test_a_task_that_cannot_be_had_is_named():
     def load(name, **args):
         return load_task(name, args, tokenizer=None, vocab=9, seed=0, prompts_per_step=1)
 
-    with pytest.raises(ConfigError, match="job.task: got 'nobody'; expected 'module:factory'"):
+    with pytest.raises(ConfigError, match=r"job\.task: got 'nobody'; expected 'module:factory'"):
         load("nobody")
-    with pytest.raises(ConfigError, match="job.task: 'no_such:thing' cannot be imported"):
+    with pytest.raises(ConfigError, match=r"job\.task: 'no_such:thing' cannot be imported"):
         load("no_such:thing")
-    with pytest.raises(ConfigError, match="job.task_args"):
+    with pytest.raises(ConfigError, match=r"job\.task_args"):
         load(None, colour="red")
