@@ -199,10 +199,10 @@ class Controller:
                 self._record_refused(graph, found.cost, error)
                 return
             except (TransitionFailed, UnitLost) as failure:
-                lost_units = self._now.lost_units
-                self._after_failure(graph, failure)
                 back = isinstance(failure, TransitionFailed) and failure.rolled_back
-                if back and not lost_units:
+                linked = back and not self._now.lost_units
+                self._after_failure(graph, failure, linked=linked)
+                if linked:
                     return
                 wrong = isinstance(failure, TransitionFailed) and failure.failed == "verification"
                 if wrong or attempt == ATTEMPTS:
@@ -242,14 +242,14 @@ class Controller:
         self._now = self._look(now.usable, None)
         self._notify("nereus_transition_finished", outcome=outcome)
 
-    def _after_failure(self, graph: TransitionGraph, failure: NereusError) -> None:
-        """Look again after a transition that failed: which devices, which units are left."""
+    def _after_failure(self, graph: TransitionGraph, failure: NereusError, *, linked: bool) -> None:
+        """Look again after a transition that failed; units that are not linked cannot step."""
         before = self._now
         left = before.usable - self._adapter.job().cluster.failed
         now = self._look(left, None)
-        if now.problem or left != before.usable:
-            problem = f"transition {graph.name} failed: {failure}"
-            now = replace(now, plan=before.plan, problem=problem)
+        if not linked:
+            plan = before.plan if now.problem else now.plan
+            now = replace(now, plan=plan, problem=f"transition {graph.name} failed: {failure}")
         self._now = now
         if left != before.usable:
             gone = tuple(u for u in before.units if u not in now.units)

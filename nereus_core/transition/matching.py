@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeVar
 
 from nereus_core.cluster import Device
+from nereus_core.cost.transition import shared_elements
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement
-from nereus_core.state import unit_shards
 from nereus_core.units import Unit
 
 _T = TypeVar("_T")
@@ -124,16 +123,8 @@ def _kept_elements(model: ModelSpec, candidate: InPlace, layout: Layout) -> int:
     """Elements per slot that the new units need and their devices hold already."""
     held = {d: (u.layout, rank) for u in candidate.parents for rank, d in enumerate(u.devices)}
     return sum(
-        _common(model, *held[device], layout, rank)
+        shared_elements(model, held[device], (layout, rank))
         for place in candidate.places
         for rank, device in enumerate(place)
         if device in held
     )
-
-
-@lru_cache(maxsize=4096)
-def _common(model: ModelSpec, one: Layout, one_rank: int, other: Layout, other_rank: int) -> int:
-    """Elements that two local ranks of two layouts have in common."""
-    held, wanted = unit_shards(model, one)[one_rank], unit_shards(model, other)[other_rank]
-    shared = (wanted[name].intersect(box) for name, box in held.items() if name in wanted)
-    return sum(part.num_elements for part in shared if part is not None)

@@ -35,7 +35,7 @@ class _Node:
     op: Primitive
     stage: ModelStage
     rank: tuple[bool, int]
-    """Among primitives that may go next the least does: destroys last, then stage order."""
+    """Among primitives that may go next the least does: destroys last, else in stage order."""
     acquires: int
     releases: int
     waits: dict[int, tuple[EdgeKind, str]] = field(default_factory=dict)
@@ -157,7 +157,9 @@ class _Order:
                     node.waits[first] = (EdgeKind.RELEASE, text)
 
     def sequence(self) -> list[int]:
-        """Return the nodes in the order that keeps every edge, least rank first.
+        """Return the nodes in an order that keeps every edge, least rank first.
+
+        A Destroy that nothing waits for comes after everything else.
 
         Raises:
             CycleError: a circle that no Destroy can open.
@@ -167,10 +169,12 @@ class _Order:
         for i, waits in enumerate(open_waits):
             for first in waits:
                 wakes[first].add(i)
-        ready = [(node.rank, i) for i, node in enumerate(self.nodes) if not open_waits[i]]
+        last = [i for i, node in enumerate(self.nodes) if _destroys(node) and not wakes[i]]
+        early = set(range(len(self.nodes))) - set(last)
+        ready = [(self.nodes[i].rank, i) for i in early if not open_waits[i]]
         heapq.heapify(ready)
         done: list[int] = []
-        while len(done) < len(self.nodes):
+        while len(done) < len(early):
             if not ready:
                 freed = self._choose(_circle(open_waits))
                 self._let_go(freed, open_waits, wakes)
@@ -179,9 +183,9 @@ class _Order:
             done.append(node)
             for woken in sorted(wakes[node]):
                 open_waits[woken].discard(node)
-                if not open_waits[woken]:
+                if not open_waits[woken] and woken in early:
                     heapq.heappush(ready, (self.nodes[woken].rank, woken))
-        return done
+        return [*done, *sorted(last, key=lambda i: self.nodes[i].rank)]
 
     def _choose(self, circle: list[int]) -> int:
         """Pick the Destroy that opens a circle: one that need not be parked, if there is one."""

@@ -7,7 +7,7 @@ from plans import tiny_job
 from nereus_core.cluster import Cluster
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
-from nereus_core.device_specs import H100_SXM, INFINIBAND_NDR, NVLINK4
+from nereus_core.device_specs import H200_SXM, INFINIBAND_NDR, NVLINK4
 from nereus_core.errors import Infeasible, NoFeasiblePlan, StateLost, TransitionFailed, UnitLost
 from nereus_core.events import (
     Decided,
@@ -28,7 +28,7 @@ from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, BFLOAT16_MIXED, RE
 
 
 def big_job(num_devices=8, batch=64):
-    cluster = Cluster.homogeneous(1, num_devices, H100_SXM, NVLINK4, INFINIBAND_NDR)
+    cluster = Cluster.homogeneous(1, num_devices, H200_SXM, NVLINK4, INFINIBAND_NDR)
     models = {"actor": LLAMA_3_1_8B, "ref": LLAMA_3_1_8B}
     return Job(grpo(), models, cluster, batch, 512, 8192, BFLOAT16_MIXED, 2)
 
@@ -241,6 +241,26 @@ def test_a_device_lost_during_the_transition_leads_to_another_plan():
         assert {d[1], d[7]}.isdisjoint(watched.controller.plan.devices)
     assert not plan_problems(watched.controller.plan, watched.job.adapter.job())
     watched.run(1000)
+
+
+def test_a_loss_reported_after_a_primitive_was_done_still_ends_in_a_linked_plan():
+    job = big_job()
+    watched = Watched(job, packed(job, generate=(2, 1), train=(4, 1), ref=(4, 1)))
+    adapter, struck = watched.job.adapter, []
+    truth = adapter._commit
+
+    def late(op, atlas):
+        receipt = truth(op, atlas)
+        if not struck:
+            struck.append(op)
+            raise UnitLost([], tuple(adapter.units()), "another seat ended")
+        return receipt
+
+    adapter._commit = late
+    watched.job.drain(job.cluster.devices[7])
+    watched.run(1000)
+    assert [e.outcome for e in watched.of(TransitionFinished)] == ["failed", "done"]
+    assert adapter.plan_linked == watched.controller.plan == Plan.of_units(adapter.units())
 
 
 def test_a_failed_opportunistic_transition_leaves_the_old_plan_running():
