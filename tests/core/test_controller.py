@@ -206,7 +206,7 @@ def test_a_train_stage_without_an_intact_unit_is_a_named_loss():
     job = big_job()
     watched = Watched(job, packed(job, generate=(1, 1), train=(8, 1), ref=(8, 1)))
     watched.job.fail(job.cluster.devices[0])
-    with pytest.raises(StateLost, match="actor/train|ref/infer"):
+    with pytest.raises(StateLost, match=r"actor/train|ref/infer"):
         watched.run(1000)
 
 
