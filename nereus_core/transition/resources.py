@@ -21,7 +21,6 @@ from nereus_core.primitives import (
     created,
     ended,
     model_stage_of,
-    sources,
 )
 from nereus_core.transition.graph import Edge, EdgeKind
 from nereus_core.units import UnitId, UnitMap
@@ -38,8 +37,16 @@ class _Node:
     """Among primitives that may go next the least does: destroys last, else in stage order."""
     acquires: int
     releases: int
+    reads: dict[UnitId, None]
+    """Sources of an Extend, in order."""
     waits: dict[int, tuple[EdgeKind, str]] = field(default_factory=dict)
     """Nodes that must precede it, and why."""
+
+    def named(self, op_id: OpId) -> Primitive:
+        """Return the primitive as it was ordered."""
+        if isinstance(self.op, Extend):
+            return replace(self.op, op_id=op_id, sources=tuple(self.reads))
+        return replace(self.op, op_id=op_id)
 
 
 def ordered(
@@ -77,7 +84,7 @@ def ordered(
         for node in sequence
         for first in sorted(nodes[node].waits, key=place.__getitem__)
     ]
-    return tuple(replace(nodes[n].op, op_id=ids[n]) for n in sequence), tuple(edges)
+    return tuple(nodes[node].named(ids[node]) for node in sequence), tuple(edges)
 
 
 class _Order:
@@ -112,7 +119,8 @@ class _Order:
         makes = self._union(u.id for u in created(op))
         ends = self._union(ended(op))
         rank = (isinstance(op, Destroy), stage_order[stage])
-        return _Node(op, stage, rank, makes & ~ends, ends & ~makes)
+        reads = dict.fromkeys(op.sources if isinstance(op, Extend) else ())
+        return _Node(op, stage, rank, makes & ~ends, ends & ~makes, reads)
 
     def _union(self, units: Iterator[UnitId] | tuple[UnitId, ...]) -> int:
         found = 0
@@ -123,13 +131,13 @@ class _Order:
     def add_state_edges(self) -> None:
         """A unit is made before it is read, and read before it is destroyed."""
         maker, ender = self.maker, self.ender
+        first_read = {unit: (EdgeKind.STATE, f"{unit} is read before it ends") for unit in ender}
         for i, node in enumerate(self.nodes):
-            for unit in node.op.sources if isinstance(node.op, Extend) else ():
+            for unit in node.reads:
                 if unit in maker:
                     node.waits[maker[unit]] = (EdgeKind.STATE, f"reads {unit}")
                 if unit in ender:
-                    text = f"{unit} is read before it ends"
-                    self.nodes[ender[unit]].waits[i] = (EdgeKind.STATE, text)
+                    self.nodes[ender[unit]].waits[i] = first_read[unit]
 
     def add_release_edges(self) -> None:
         """A device that one unit leaves and another takes is released before it is acquired.
@@ -204,16 +212,13 @@ class _Order:
         for reader in sorted(open_waits[freed]):
             del node.waits[reader]
             wakes[reader].discard(freed)
-            op = self.nodes[reader].op
-            assert isinstance(op, Extend)
             if park:
                 text = f"reads {node.op.unit}, parked in host memory"
                 self.nodes[reader].waits.setdefault(freed, (EdgeKind.STATE, text))
                 open_waits[reader].add(freed)
                 wakes[freed].add(reader)
             else:
-                left = tuple(u for u in op.sources if u != node.op.unit)
-                self.nodes[reader].op = replace(op, sources=left)
+                del self.nodes[reader].reads[node.op.unit]
         for other in self.freed[node.stage] if park else ():  # all of them have their place
             node.waits[other] = (
                 EdgeKind.STATE,
@@ -231,9 +236,9 @@ class _Order:
         """
         by_pool: dict[tuple[ModelStage, tuple[UnitId, ...]], list[int]] = defaultdict(list)
         for i in sequence:
-            op = self.nodes[i].op
-            if isinstance(op, Extend):
-                by_pool[model_stage_of(op), op.sources].append(i)
+            node = self.nodes[i]
+            if node.reads:
+                by_pool[node.stage, tuple(node.reads)].append(i)
         for (_, pool), extends in by_pool.items():
             if len(extends) > 1:
                 for i, share in self._shares(pool, extends).items():
@@ -268,9 +273,8 @@ class _Order:
     def _read_only(self, extend: int, share: list[UnitId]) -> None:
         """Narrow an Extend to some of its sources, and drop the edges of the others."""
         node = self.nodes[extend]
-        assert isinstance(node.op, Extend)
         needed = {self.maker.get(u, self.ender.get(u)) for u in share}
-        for unit in set(node.op.sources) - set(share):
+        for unit in node.reads.keys() - set(share):
             other = self.maker.get(unit, self.ender.get(unit))
             if other is None or other in needed:
                 continue
@@ -278,7 +282,7 @@ class _Order:
                 kind, _ = self.nodes[waiting].waits.get(first, (None, ""))
                 if kind is EdgeKind.STATE:
                     del self.nodes[waiting].waits[first]
-        node.op = replace(node.op, sources=tuple(share))
+        node.reads = dict.fromkeys(share)
 
     def add_device_edges(self, sequence: list[int]) -> None:
         """Order primitives that share a device as the sequence does; drop edges others imply.
@@ -291,7 +295,7 @@ class _Order:
         place = {node: i for i, node in enumerate(sequence)}
         for i, name in enumerate(sequence):
             node = self.nodes[name]
-            mask = self._union(sources(node.op)) | node.acquires
+            mask = self._union((*ended(node.op), *node.reads)) | node.acquires
             known = 0
             for first in node.waits:
                 known |= ancestors[place[first]] | 1 << place[first]

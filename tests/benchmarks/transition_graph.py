@@ -1,6 +1,6 @@
 """How long a transition graph takes to compile, and how many resource edges it has.
 
-Three transitions of a GRPO job on 8B models at 32 to 1,024 devices (as values: no device is needed):
+Three transitions of a GRPO job on 8B models at 32 to 1,024 devices (as values: it needs no device):
 ``relayout`` changes the layouts of generation and training in place; ``shift`` moves a quarter of
 the devices from generation and reference to training; ``swap`` exchanges the two halves.
 """
