@@ -152,6 +152,8 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
 
     if placer.current is not None and set(placer.current) == set(space.stages):
         consider(placer.current, "the current plan: ")
+    for solution in placer.variants(found.best[0]):
+        consider(placer.canonical(solution), "")
     for solution in (*found.best[1:], *found.others):
         consider(placer.canonical(solution), "")
     consider(placer.unbounded(found.best[0]), "")
