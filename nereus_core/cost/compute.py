@@ -27,7 +27,12 @@ _TRAIN_PASSES = 3
 
 
 def stage_work(
-    job: Job, stage: ModelStage, options: Options, lengths: Lengths, waves: FloatArray
+    job: Job,
+    stage: ModelStage,
+    options: Options,
+    shapes: RankShapes,
+    lengths: Lengths,
+    waves: FloatArray,
 ) -> FloatArray:
     """Ideal seconds of one RL step of a model-stage, by option and class.
 
@@ -35,10 +40,10 @@ def stage_work(
         job: shapes, batch and cluster.
         stage: which model-stage.
         options: its layouts and units.
+        shapes: what they make of the model.
         lengths: tokens per sequence.
         waves: in how many rounds a generating unit takes its sequences; others ignore it.
     """
-    shapes = RankShapes.of(job.model(stage), options)
     work = Work(len(options))
     if stage.stage is Stage.GENERATE:
         _generate(work, job, job.model(stage), options, shapes, lengths, waves)
@@ -96,9 +101,7 @@ def _forward(
     # Two all-reduces per layer and pass (attention and MLP outputs), and one for the embeddings;
     # a backward pass has as many as a forward pass.
     per_pass = (2 * shapes.layers + 1) * (micro_batches + options.pp - 1)
-    add_all_reduce(
-        work, job.cluster, options.tp_crosses, ranks, boundary, per_pass * min(times, 2)
-    )
+    add_all_reduce(work, job.cluster, options.tp_crosses, ranks, boundary, per_pass * min(times, 2))
     messages = (options.pp > 1) * (micro_batches + options.pp - 1) * min(times, 2)
     add_p2p(work, job.cluster, options.pp_crosses, boundary, messages)
 
@@ -190,13 +193,12 @@ def _add_launches(work: Work, job: Job, kernels: FloatArray) -> None:
     work.add(OpClass.LAUNCH, np.maximum(0.0, launching - work.table.sum(axis=1)))
 
 
-def sync_work(job: Job, stage: ModelStage, options: Options) -> FloatArray:
+def sync_work(job: Job, stage: ModelStage, options: Options, shapes: RankShapes) -> FloatArray:
     """Ideal seconds in which a follower takes up its train stage's weights.
 
     An upper bound that depends on the follower alone: every device receives its whole shard over
     the slowest link there is. State routes move less where a device already holds a part.
     """
-    shapes = RankShapes.of(job.model(stage), options)
     work = Work(len(options))
     if job.workload.node(stage).weights_from is not None:
         nodes = {d.node for d in job.cluster.healthy}

@@ -160,7 +160,7 @@ class EfficiencyTable:
         return table
 
     def _loosened(self, variances: FloatArray | float) -> FloatArray:
-        """Covariance with variances added, none beyond its prior: what is unseen stays as it was."""
+        """Covariance with variances added, none beyond its prior: the unseen stays as it was."""
         stages = len(self.covariance) - len(CLASSES)
         prior = np.square([_PRIOR_DEVIATION] * len(CLASSES) + [_RESIDUAL_DEVIATION] * stages)
         room = np.maximum(0.0, prior - np.diag(self.covariance))
@@ -220,9 +220,7 @@ class EfficiencyTable:
 
     def _moved(self, state: FloatArray, covariance: FloatArray) -> EfficiencyTable:
         classes = np.clip(state[: len(CLASSES)], 0.0, _MAX_LOG_INVERSE)
-        residuals = dict(
-            zip(self.log_residual, map(float, state[len(CLASSES) :]), strict=True)
-        )
+        residuals = dict(zip(self.log_residual, map(float, state[len(CLASSES) :]), strict=True))
         return replace(self, log_inverse=classes, log_residual=residuals, covariance=covariance)
 
 

@@ -52,9 +52,7 @@ def _overlap(one: Box, other: Box) -> int:
 
 
 @lru_cache(maxsize=65536)
-def shared_elements(
-    model: ModelSpec, one: tuple[Layout, int], other: tuple[Layout, int]
-) -> int:
+def shared_elements(model: ModelSpec, one: tuple[Layout, int], other: tuple[Layout, int]) -> int:
     """Elements that two shards ``(layout, local rank)`` have in common; a shard with itself: all.
 
     Equal to intersecting `state.unit_shards` box by box, without building them: layers are alike.
@@ -109,7 +107,9 @@ def movement(
     return Movement(received, kept, len(before))
 
 
-def _held(units: Iterable[tuple[Layout, tuple[Device, ...]]]) -> dict[Device, tuple[tuple[Layout, int], ...]]:
+def _held(
+    units: Iterable[tuple[Layout, tuple[Device, ...]]],
+) -> dict[Device, tuple[tuple[Layout, int], ...]]:
     found: dict[Device, tuple[tuple[Layout, int], ...]] = {}
     for layout, devices in units:
         for rank, device in enumerate(devices):

@@ -52,7 +52,9 @@ class Found:
     """Assignments of sizes that were solved exactly."""
 
 
-def partitions(stages: Sequence[int], together: Sequence[frozenset[int]]) -> Iterator[tuple[Block, ...]]:
+def partitions(
+    stages: Sequence[int], together: Sequence[frozenset[int]]
+) -> Iterator[tuple[Block, ...]]:
     """All set partitions that keep stages together that must be; deterministic order."""
 
     def extend(blocks: tuple[Block, ...], left: Sequence[int]) -> Iterator[tuple[Block, ...]]:
@@ -105,7 +107,7 @@ class _Search:
         return Found(best, tuple(others), self._searched)
 
     def _look_at_others(self, by_bound: Iterable[tuple[Block, ...]]) -> None:
-        """Solve one likely assignment of partitions that bounds ruled out: to show why they lost."""
+        """Solve a likely assignment of partitions ruled out by bounds: to show why they lost."""
         for blocks in islice(by_bound, 3 * _OTHERS):
             if len(self._by_partition) > _OTHERS:
                 return
@@ -174,7 +176,11 @@ class _Search:
             rest_level.append(np.maximum(rest_level[-1], table.min(axis=0)))
             rest_group.append(max(rest_group[-1], float(table.sum(axis=1).min())))
         chosen = np.zeros((1, 0), dtype=np.int64)
-        used, level_s, group_s = np.zeros(1, dtype=np.int64), np.zeros((1, space.num_levels)), np.zeros(1)
+        used, level_s, group_s = (
+            np.zeros(1, dtype=np.int64),
+            np.zeros((1, space.num_levels)),
+            np.zeros(1),
+        )
         bounds = np.zeros(1)
         for i, table in enumerate(least):
             left = len(blocks) - 1 - i
@@ -198,9 +204,7 @@ class _Search:
             self._shapes[start, end] = shape_between(self._space.node_sizes, start, end)
         return self._shapes[start, end]
 
-    def _solve(
-        self, blocks: tuple[Block, ...], sizes: tuple[int, ...], limit_s: float
-    ) -> None:
+    def _solve(self, blocks: tuple[Block, ...], sizes: tuple[int, ...], limit_s: float) -> None:
         """Combine the fronts of groups of these sizes; keep the result where it wins or ties."""
         self._searched += 1
         shapes = [self._shape(*span) for span in cut(sizes)]

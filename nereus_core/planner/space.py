@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
-from nereus_core.cost.op_classes import BoolArray, FloatArray, IntArray
+from nereus_core.cost.op_classes import FloatArray, IntArray
 from nereus_core.cost.shapes import Options
 from nereus_core.cost.step import levels
 from nereus_core.errors import NoFeasiblePlan
@@ -120,7 +119,7 @@ class Space:
             return np.asarray(level_s.sum(axis=-1))
         generating = {o.level for o in self.options if o.stage.stage is Stage.GENERATE}
         others = [n for n in range(self.num_levels) if n not in generating]
-        return np.maximum(level_s[..., others].sum(axis=-1), group_s)
+        return np.asarray(np.maximum(level_s[..., others].sum(axis=-1), group_s))
 
     def least_s(self) -> FloatArray:
         """Fewest seconds of each stage in a group of each size, were it alone there.
@@ -165,9 +164,7 @@ class Space:
         _, rows = self._alone(stage, shape)
         return list(dict.fromkeys(map(int, rows)))
 
-    def _shared(
-        self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool
-    ) -> Front:
+    def _shared(self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool) -> Front:
         n, capacity = self.num_levels, self.cost.capacity_bytes
         alone = [self._alone(stage, shape) for stage in block]
         if not all(len(own) for own, _ in alone):
@@ -222,12 +219,18 @@ def _options(
     choices = _choices(cost, constraints, current, stage, node_sizes)
     tp, pp, dp = (np.array(column, dtype=np.int64) for column in zip(*choices, strict=True))
     n = len(tp)
-    crossing: Mapping[str, BoolArray] = {
-        "tp_crosses": np.zeros(4 * n, dtype=np.bool_),
-        "pp_crosses": np.repeat(np.array([False, True, False, True]), n),
-        "dp_crosses": np.repeat(np.array([False, False, True, True]), n),
-    }
-    table = cost.table(stage, Options(*(np.tile(c, 4) for c in (tp, pp, dp)), **crossing), lengths)
+    table = cost.table(
+        stage,
+        Options(
+            np.tile(tp, 4),
+            np.tile(pp, 4),
+            np.tile(dp, 4),
+            tp_crosses=np.zeros(4 * n, dtype=np.bool_),
+            pp_crosses=np.repeat(np.array([False, True, False, True]), n),
+            dp_crosses=np.repeat(np.array([False, False, True, True]), n),
+        ),
+        lengths,
+    )
     waves = len(table.waves) // (4 * n)
     return StageOptions(
         stage, level, tp, pp, dp,
@@ -263,8 +266,7 @@ def _choices(
         for layout in known
         if layout.tp <= node_sizes[0] and constraints.allows_layout(stage, layout)
         for dp in units
-        if layout.num_devices * dp <= total
-        and constraints.allows_change(stage, now, layout, dp)
+        if layout.num_devices * dp <= total and constraints.allows_change(stage, now, layout, dp)
     ]
     if not choices:
         raise NoFeasiblePlan(

@@ -11,7 +11,7 @@ import pytest
 from nereus_core.cluster import Cluster, Device, DeviceSpec
 from nereus_core.cost import CostModel, Lengths
 from nereus_core.cost.step import levels, options_of
-from nereus_core.device_specs import CPU_SEAT, LOOPBACK, INFINIBAND_HDR
+from nereus_core.device_specs import CPU_SEAT, INFINIBAND_HDR, LOOPBACK
 from nereus_core.errors import NoFeasiblePlan
 from nereus_core.layout import Layout, layout_problems
 from nereus_core.plan import Placement, Plan, plan_problems
@@ -66,7 +66,7 @@ def shared_ways(cost: CostModel, lengths: Lengths, block, devices):
     for stage in block:
         ways = []
         for placement in placements(cost.job, stage, devices):
-            table = cost.table(stage, options_of(placement, cost.job.cluster), lengths)
+            table = cost.table(stage, options_of(placement), lengths)
             ways += [
                 (placement, t + s, stays, runs)
                 for t, s, stays, runs in zip(
@@ -136,7 +136,11 @@ def exhaustive(cost: CostModel, lengths: Lengths):
 def instance(seed: int):
     draw = random.Random(seed)
     algorithm = draw.choice(["grpo", "grpo", "remax", "ppo"])
-    counts = draw.choice([[3], [1, 2], [4], [2, 2]] if algorithm == "ppo" else [[6], [3, 3], [4, 1], [1, 2], [5], [2, 2, 1]])
+    counts = draw.choice(
+        [[3], [1, 2], [4], [2, 2]]
+        if algorithm == "ppo"
+        else [[6], [3, 3], [4, 1], [1, 2], [5], [2, 2, 1]]
+    )
     devices = tuple(Device(f"node{n}", i) for n, c in enumerate(counts) for i in range(c))
     memory = draw.choice([4, 8, 16, 1000]) * 2**18
     spec = DeviceSpec("small", CPU_SEAT.peak_flops_per_s, memory, 12e9, 5e-6, "chosen for a test")
