@@ -198,7 +198,8 @@ class CostModel:
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
         """Predict peak bytes per device in use, headroom not counted."""
         need: dict[Device, tuple[float, float]] = {}
-        for stage, (table, row) in self._rows(plan, lengths).items():
+        for stage, (table, fitting) in self._rows(plan, lengths).items():
+            row = -1 if fitting is None else fitting  # the last row needs least
             stays, runs = float(table.persistent_bytes[row]), float(table.transient_bytes[row])
             for device in plan[stage].devices:
                 kept, peak = need.get(device, (0.0, 0.0))
@@ -253,7 +254,8 @@ class CostModel:
         return replace(self, scale=self.scale.seen(predicted_s, measured_s))
 
     def _stages(self, plan: Plan, lengths: Lengths) -> _Stages:
-        rows = self._rows(plan, lengths)
+        # A plan that does not fit is priced as if it did, so that it can be compared at all.
+        rows = {s: (table, row or 0) for s, (table, row) in self._rows(plan, lengths).items()}
         return _Stages(
             {s: table.work[row] for s, (table, row) in rows.items()},
             {s: table.sync_work[row] for s, (table, row) in rows.items()},
@@ -275,11 +277,16 @@ class CostModel:
             parts.append((None, sign * factor * stages.sync[s] * inverse))
         return parts
 
-    def _rows(self, plan: Plan, lengths: Lengths) -> Mapping[ModelStage, tuple[StageTable, int]]:
-        """Each stage's table and the row of the fewest rounds that fit beside what stays there."""
+    def _rows(
+        self, plan: Plan, lengths: Lengths
+    ) -> Mapping[ModelStage, tuple[StageTable, int | None]]:
+        """Each stage's table, and the row of the fewest rounds that fit beside what stays there.
+
+        The row is None where none fits.
+        """
         tables = {stage: self._placed(stage, p, lengths) for stage, p in plan.items()}
         met = cells(plan)
-        found = {}
+        found: dict[ModelStage, tuple[StageTable, int | None]] = {}
         for stage, table in tables.items():
             beside = max(
                 sum(float(tables[s].persistent_bytes[0]) for s in cell)
@@ -287,7 +294,7 @@ class CostModel:
                 if stage in cell
             )
             fitting = table.transient_bytes + beside <= self.capacity_bytes
-            found[stage] = (table, int(fitting.argmax()) if fitting.any() else len(fitting) - 1)
+            found[stage] = (table, int(fitting.argmax()) if fitting.any() else None)
         return found
 
     def _placed(self, stage: ModelStage, placement: Placement, lengths: Lengths) -> StageTable:
