@@ -137,7 +137,8 @@ def _generate(
     sequences = job.global_batch / options.dp
     waves = np.minimum(waves, sequences)
     alive = sequences / waves
-    steps = lengths.longest_of(alive, job.global_batch)
+    # The slowest unit has the batch's longest response in one of its waves.
+    steps = (waves - 1) * lengths.longest_of(alive, job.global_batch) + lengths.response_max
     layers = model.num_layers
     matrix = shapes.matrix * layers
 
@@ -147,34 +148,34 @@ def _generate(
     work.add(OpClass.GEMM, waves * prefill)
     attention = 2 * shapes.query * lengths.prompt_mean**2 * layers * sequences
     work.add(OpClass.ATTENTION_PREFILL, attention / flops_per_s)
-    # Per wave: the weights are read once per step; each alive sequence costs its own products.
-    tokens = alive * lengths.response_mean
+    # The weights are read once per step; each sequence costs its own products.
+    tokens = sequences * lengths.response_mean
     decode = np.maximum(steps * matrix * each / bytes_per_s, 2 * matrix * tokens / flops_per_s)
-    work.add(OpClass.GEMM_DECODE, waves * decode)
+    work.add(OpClass.GEMM_DECODE, decode)
     # Keys and values of everything before: sum over t of (prompt + t) for each response.
     context = lengths.prompt_mean * lengths.response_mean + lengths.response_square / 2
     read = 2 * shapes.kv * layers * each * context * sequences
     work.add(OpClass.ATTENTION_DECODE, read / bytes_per_s)
     rows = model.hidden * shapes.vocab
     head = np.maximum(steps * rows * each / bytes_per_s, 2 * rows * tokens / flops_per_s)
-    work.add(OpClass.HEAD, waves * head)
+    work.add(OpClass.HEAD, head)
     # Logits in float32 are written once and read three times to sample.
     sampled = 16 * shapes.vocab * lengths.response_mean
     passed = _elementwise(model, shapes) * each * layers * lengths.total_mean
     work.add(OpClass.MEMORY_BOUND, sequences * (sampled + passed) / bytes_per_s)
-    passes = waves * (steps + 1)
+    passes = waves + steps
     _add_launches(work, job, passes * (_KERNELS_PER_LAYER * layers + _KERNELS_PER_PASS))
 
     ranks = options.tp.astype(np.float64)
     row = model.hidden * each
     mean_alive = tokens / steps
-    for size, times in ((alive * lengths.prompt_mean, waves), (mean_alive, waves * steps)):
+    for size, times in ((alive * lengths.prompt_mean, waves), (mean_alive, steps)):
         sums = times * (2 * layers + 1)
         add_all_reduce(work, job.cluster, options.tp_crosses, ranks, size * row, sums)
         hops = times * (options.pp - 1)
         add_p2p(work, job.cluster, options.pp_crosses, size * row, hops)
     logits = 4 * model.vocab * mean_alive
-    add_all_gather(work, job.cluster, options.tp_crosses, ranks, logits, waves * steps)
+    add_all_gather(work, job.cluster, options.tp_crosses, ranks, logits, steps)
 
 
 def _elementwise(model: ModelSpec, shapes: RankShapes) -> FloatArray:
