@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nereus_core.cluster import Cluster, Device
+from nereus_core.cluster import Device
 from nereus_core.cost.interval import Interval
 from nereus_core.cost.shapes import Options
 from nereus_core.plan import Placement, Plan
@@ -84,14 +84,15 @@ def _busiest(
     return max(sums, default=(0.0, list[ModelStage]()))
 
 
-def options_of(placement: Placement, cluster: Cluster) -> Options:
+def options_of(placement: Placement) -> Options:
     """Read a placement as the one row of a table: degrees, and where groups cross nodes."""
     tp, pp = placement.layout.tp, placement.layout.pp
-    nodes = np.array([[d.node for d in unit] for unit in placement.units])
-    grid = nodes.reshape(placement.dp, pp, tp)
-
-    def crosses(axis: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return np.array([bool((grid != grid.take([0], axis=axis)).any())])
-
     column = [np.array([n]) for n in (tp, pp, placement.dp)]
-    return Options(*column, tp_crosses=crosses(2), pp_crosses=crosses(1), dp_crosses=crosses(0))
+    names = {d.node for unit in placement.units for d in unit}
+    if len(names) == 1:
+        return Options.within_node(*column)
+    number = {name: i for i, name in enumerate(sorted(names))}
+    nodes = np.array([[number[d.node] for d in unit] for unit in placement.units])
+    grid = nodes.reshape(placement.dp, pp, tp)
+    crosses = [(grid != grid.take([0], axis=axis)).any(keepdims=True) for axis in (2, 1, 0)]
+    return Options(*column, *(c.reshape(1) for c in crosses))

@@ -26,6 +26,7 @@ from nereus_core.planner.space import Space
 __all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
 
 _RUNNER_UPS = 5
+_CURRENT = "the current plan: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
     space, best_s = placer.space, chosen.step.step.mean_s
     seen, fit, unfit = {chosen.plan}, list[RunnerUp](), list[RunnerUp]()
 
-    def consider(plan: Plan, word: str) -> None:
+    def consider(plan: Plan, word: str = "") -> None:
         if plan in seen or plan_problems(plan, space.cost.job):
             return
         seen.add(plan)
@@ -151,13 +152,19 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
             fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
 
     if placer.current is not None and set(placer.current) == set(space.stages):
-        consider(placer.current, "the current plan: ")
+        consider(placer.current, _CURRENT)
+    for solution in placer.variants(found.best[0]):
+        consider(placer.canonical(solution))
     for solution in (*found.best[1:], *found.others):
-        consider(placer.canonical(solution), "")
-    consider(placer.unbounded(found.best[0]), "")
+        consider(placer.canonical(solution))
+    consider(placer.unbounded(found.best[0]))
     return _shortest(fit, unfit)
 
 
 def _shortest(fit: Sequence[RunnerUp], unfit: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
-    ordered = sorted(fit, key=lambda r: r.predicted_s)[: _RUNNER_UPS - min(1, len(unfit))]
-    return (*ordered, *unfit[: _RUNNER_UPS - len(ordered)])
+    """The fastest, with room kept for one that does not fit and for the current plan."""
+    mine = [r for r in fit if r.reason.startswith(_CURRENT)]
+    others = sorted((r for r in fit if r not in mine), key=lambda r: r.predicted_s)
+    room = _RUNNER_UPS - len(mine) - min(1, len(unfit))
+    kept = sorted([*mine, *others[:room]], key=lambda r: r.predicted_s)
+    return (*kept, *unfit[: _RUNNER_UPS - len(kept)])

@@ -47,6 +47,24 @@ class Placer:
         )
         return self.canonical(replace(solution, rows=rows))
 
+    def variants(self, solution: Solution) -> Iterator[Solution]:
+        """For every stage, the solution with that stage's next fastest layout that fits."""
+        spans = cut(solution.sizes)
+        for at, (block, span) in enumerate(zip(solution.blocks, spans, strict=True)):
+            shape = shape_between(self.space.node_sizes, *span)
+            for i, index in enumerate(block):
+                for row in self.space.by_speed(index, shape):
+                    own = solution.rows[at]
+                    if row == own[i]:
+                        continue
+                    changed = (*own[:i], row, *own[i + 1 :])
+                    rows = (*solution.rows[:at], changed, *solution.rows[at + 1 :])
+                    variant = replace(solution, rows=rows)
+                    plan = self.canonical(variant)
+                    if self._cost.memory_problem(plan, self._lengths) is None:
+                        yield variant
+                        break
+
     def nearest(self, solutions: Sequence[Solution]) -> Plan:
         """Return the plan of equally fast solutions that moves fewest bytes from the current one.
 
