@@ -18,7 +18,7 @@ from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.op_classes import FloatArray
 from nereus_core.cost.shapes import Options, RankShapes
-from nereus_core.cost.step import StepCost, cells, makespan, options_of
+from nereus_core.cost.step import Cell, StepCost, makespan, options_of, regions
 from nereus_core.cost.transition import primitive_work
 from nereus_core.observation import Observation
 from nereus_core.plan import Placement, Plan
@@ -123,7 +123,11 @@ class CostModel:
     """With which each bound of an interval holds."""
     between: Between = Between()
     scale: Scale = Scale()
-    _memo: dict[tuple[ModelStage, Placement, Lengths], StageTable] = field(
+    # Kept by identity (hashing a thousand devices takes longer), with the object so that it lives.
+    _tables: dict[tuple[ModelStage, int, Lengths], tuple[Placement, StageTable]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _met: dict[int, tuple[Plan, Mapping[Cell, frozenset[Device]]]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -145,7 +149,7 @@ class CostModel:
         stages = self._stages(plan, lengths)
         seconds, sync_s = self._seconds(stages)
         busy_s = {s: seconds[s] + sync_s[s] for s in plan}
-        total, critical = makespan(self.job.workload, busy_s, cells(plan))
+        total, critical = makespan(self.job.workload, busy_s, self._regions(plan))
         deviation = self.efficiencies.deviation(self._parts(stages, critical, 1.0))
         total += self.between.seconds
         step = Interval.relative(total, deviation / total, self.confidence)
@@ -197,24 +201,21 @@ class CostModel:
 
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
         """Predict peak bytes per device in use, headroom not counted."""
-        need: dict[Device, tuple[float, float]] = {}
-        for stage, (table, fitting) in self._rows(plan, lengths).items():
-            row = -1 if fitting is None else fitting  # the last row needs least
-            stays, runs = float(table.persistent_bytes[row]), float(table.transient_bytes[row])
-            for device in plan[stage].devices:
-                kept, peak = need.get(device, (0.0, 0.0))
-                need[device] = (kept + stays, max(peak, runs))
-        return {d: math.ceil(kept + peak) for d, (kept, peak) in sorted(need.items())}
+        need = self._need(plan, lengths)
+        met = self._regions(plan)
+        return {device: need[cell] for cell in need for device in met[cell]}
 
     def memory_problem(self, plan: Plan, lengths: Lengths) -> str | None:
         """Say which device lacks most memory and how much it needs, or None when all fit."""
-        need = self.memory(plan, lengths)
-        device = max(need, key=lambda d: need[d])
-        if need[device] <= self.capacity_bytes:
+        need = self._need(plan, lengths)
+        most = max(need.values())
+        if most <= self.capacity_bytes:
             return None
+        met = self._regions(plan)
+        device = min(d for cell in need if need[cell] == most for d in met[cell])
         there = ", ".join(f"{s}={p}" for s, p in plan.items() if device in p.devices)
         return (
-            f"{device} needs {need[device] / 2**30:.2f} GiB for {there} "
+            f"{device} needs {most / 2**30:.2f} GiB for {there} "
             f"and has {self.capacity_bytes / 2**30:.2f} GiB with {self.headroom:.0%} headroom"
         )
 
@@ -239,7 +240,7 @@ class CostModel:
         )
         refined = replace(self, efficiencies=efficiencies)
         if set(measured_s) == set(plan) and observation.step > 0 and observation.step_s > 0:
-            inverse, met = efficiencies.inverse, cells(plan)
+            inverse, met = efficiencies.inverse, self._regions(plan)
             synced = {s: t + float(stages.sync[s] @ inverse) for s, t in measured_s.items()}
             alone_s, _ = makespan(self.job.workload, measured_s, met)
             synced_s, _ = makespan(self.job.workload, synced, met)
@@ -285,7 +286,7 @@ class CostModel:
         The row is None where none fits.
         """
         tables = {stage: self._placed(stage, p, lengths) for stage, p in plan.items()}
-        met = cells(plan)
+        met = self._regions(plan)
         found: dict[ModelStage, tuple[StageTable, int | None]] = {}
         for stage, table in tables.items():
             beside = max(
@@ -297,9 +298,27 @@ class CostModel:
             found[stage] = (table, int(fitting.argmax()) if fitting.any() else None)
         return found
 
+    def _need(self, plan: Plan, lengths: Lengths) -> Mapping[Cell, int]:
+        """Peak bytes of each device of a region: what stays adds up, the largest of what runs."""
+        stays, runs = {}, {}
+        for stage, (table, fitting) in self._rows(plan, lengths).items():
+            row = -1 if fitting is None else fitting  # the last row needs least
+            stays[stage] = float(table.persistent_bytes[row])
+            runs[stage] = float(table.transient_bytes[row])
+        return {
+            cell: math.ceil(sum(stays[s] for s in sorted(cell)) + max(runs[s] for s in cell))
+            for cell in self._regions(plan)
+        }
+
     def _placed(self, stage: ModelStage, placement: Placement, lengths: Lengths) -> StageTable:
         """The table of one placement; kept, because plans to compare differ in few stages."""
-        key = (stage, placement, lengths)
-        if key not in self._memo:
-            self._memo[key] = self.table(stage, options_of(placement), lengths)
-        return self._memo[key]
+        key = (stage, id(placement), lengths)
+        if key not in self._tables:
+            table = self.table(stage, options_of(placement), lengths)
+            self._tables[key] = (placement, table)
+        return self._tables[key][1]
+
+    def _regions(self, plan: Plan) -> Mapping[Cell, frozenset[Device]]:
+        if id(plan) not in self._met:
+            self._met[id(plan)] = (plan, regions(plan))
+        return self._met[id(plan)][1]

@@ -43,14 +43,22 @@ def levels(workload: Workload) -> Mapping[ModelStage, int]:
     return found
 
 
-def cells(plan: Plan) -> frozenset[Cell]:
-    """Every set of stages that meets on some device."""
-    on: dict[Device, list[ModelStage]] = {}
+def regions(plan: Plan) -> Mapping[Cell, frozenset[Device]]:
+    """Cut the devices of a plan into regions on which the same stages meet."""
+    found: dict[Cell, frozenset[Device]] = {}
     for stage, placement in plan.items():
-        for unit in placement.units:
-            for device in unit:
-                on.setdefault(device, []).append(stage)
-    return frozenset(map(frozenset, on.values()))
+        left, cut = placement.devices, dict[Cell, frozenset[Device]]()
+        for cell, devices in found.items():
+            shared = devices & left
+            if shared:
+                cut[cell | {stage}] = shared
+                left, devices = left - shared, devices - shared
+            if devices:
+                cut[cell] = devices
+        if left:
+            cut[frozenset({stage})] = left
+        found = cut
+    return found
 
 
 def makespan(
@@ -61,7 +69,7 @@ def makespan(
     Args:
         workload: the algorithm's graph.
         busy_s: seconds each model-stage holds its devices.
-        met: stages that share devices, from `cells`.
+        met: stages that share devices, from `regions`.
     """
     level = levels(workload)
     synchronous = [s for s in level if not (workload.asynchronous and s.stage is Stage.GENERATE)]

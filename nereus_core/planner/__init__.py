@@ -136,12 +136,12 @@ def _chosen(
 
 def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[RunnerUp, ...]:
     space, best_s = placer.space, chosen.step.step.mean_s
-    seen, fit, unfit = {chosen.plan}, list[RunnerUp](), list[RunnerUp]()
+    seen, fit, unfit = [chosen.plan], list[RunnerUp](), list[RunnerUp]()
 
     def consider(plan: Plan, word: str = "") -> None:
-        if plan in seen or plan_problems(plan, space.cost.job):
+        if plan in seen:
             return
-        seen.add(plan)
+        seen.append(plan)
         seconds = space.cost.step(plan, space.lengths).step.mean_s
         if problem := space.cost.memory_problem(plan, space.lengths):
             unfit.append(RunnerUp(plan, seconds, f"{word}does not fit: {problem}"))
@@ -151,11 +151,11 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
         else:
             fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
 
-    if placer.current is not None and set(placer.current) == set(space.stages):
+    if placer.current is not None and not plan_problems(placer.current, space.cost.job):
         consider(placer.current, _CURRENT)
-    for solution in placer.variants(found.best[0]):
-        consider(placer.canonical(solution))
-    for solution in (*found.best[1:], *found.others):
+    for plan in placer.variants(found.best[0]):
+        consider(plan)
+    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others):
         consider(placer.canonical(solution))
     consider(placer.unbounded(found.best[0]))
     return _shortest(fit, unfit)

@@ -94,7 +94,8 @@ class _Search:
             for blocks in partitions(range(len(self._space.stages)), together)
             if len(blocks) <= self._space.num_devices
         ]
-        for bound, blocks in sorted(bounded):
+        # All together first: its fronts are small, and its step prunes the other partitions.
+        for bound, blocks in sorted(bounded, key=lambda b: (len(b[1]) > 1, b)):
             if bound <= self._best_s * (1 + TIE) and bound < np.inf:
                 self._visit(blocks)
         self._look_at_others(blocks for bound, blocks in sorted(bounded) if bound < np.inf)
@@ -156,7 +157,7 @@ class _Search:
         """Solve every assignment of sizes to a partition's groups that can still win or tie."""
         sizes, bounds = self._assignments(blocks)
         tied_visits = 0
-        for i in np.lexsort((*sizes.T[::-1], bounds)):
+        for i in np.argsort(bounds, kind="stable"):  # equal bounds: fewer devices first
             if bounds[i] > self._best_s * (1 + TIE):
                 break
             if bounds[i] >= self._best_s * (1 - TIE):

@@ -6,7 +6,7 @@ import pytest
 
 from nereus_core.cluster import Cluster
 from nereus_core.cost import CostModel, EfficiencyTable, Lengths, OpClass
-from nereus_core.cost.step import cells, makespan
+from nereus_core.cost.step import makespan, regions
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
@@ -54,7 +54,7 @@ class World:
             s: t * float(self._noise.lognormal(0, 0.02)) * slow
             for s, t in self.cost.step(plan, lengths).stage_s.items()
         }
-        step_s, _ = makespan(JOB.workload, stage_s, cells(plan))
+        step_s, _ = makespan(JOB.workload, stage_s, regions(plan))
         return self._observation(step, step_s + 0.1, stage_s)
 
     def _observation(self, step, step_s, stage_s) -> Observation:

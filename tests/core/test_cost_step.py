@@ -4,7 +4,7 @@ import pytest
 
 from nereus_core.cluster import Cluster
 from nereus_core.cost import CostModel, Interval, Lengths
-from nereus_core.cost.step import cells, levels, makespan
+from nereus_core.cost.step import levels, makespan, regions
 from nereus_core.device_specs import CPU_SEAT, H100_SXM, INFINIBAND_NDR, LOOPBACK, NVLINK4
 from nereus_core.layout import Layout
 from nereus_core.observation import TokenStats
@@ -49,10 +49,10 @@ def test_colocated_stages_follow_one_another_and_disjoint_ones_overlap():
     busy = dict(zip(workload.stages, [8.0, 1.0, 2.0, 3.0, 4.0], strict=True))
     everywhere = Placement.packed(Layout(), devices)
     left, right = Placement.packed(Layout(), devices[:4]), Placement.packed(Layout(), devices[4:])
-    together = cells(Plan(dict.fromkeys(busy, everywhere)))
+    together = regions(Plan(dict.fromkeys(busy, everywhere)))
     assert makespan(workload, busy, together)[0] == 18.0
     critic_apart = {s: right if s.model == "critic" else left for s in busy}
-    seconds, critical = makespan(workload, busy, cells(Plan(critic_apart)))
+    seconds, critical = makespan(workload, busy, regions(Plan(critic_apart)))
     assert seconds == 8.0 + 2.0 + 4.0
     assert critical == (ACTOR_GENERATE, CRITIC_INFER, ACTOR_TRAIN)
 
@@ -66,9 +66,9 @@ def test_an_asynchronous_job_takes_the_longer_of_generation_and_training():
     }
     together = dict.fromkeys(busy, Placement.packed(Layout(), devices))
     workload = grpo(asynchronous=True)
-    assert makespan(workload, busy, cells(Plan(apart)))[0] == 8.0
-    assert makespan(workload, {**busy, ACTOR_TRAIN: 9.0}, cells(Plan(apart)))[0] == 10.0
-    assert makespan(workload, busy, cells(Plan(together)))[0] == 13.0
+    assert makespan(workload, busy, regions(Plan(apart)))[0] == 8.0
+    assert makespan(workload, {**busy, ACTOR_TRAIN: 9.0}, regions(Plan(apart)))[0] == 10.0
+    assert makespan(workload, busy, regions(Plan(together)))[0] == 13.0
 
 
 def test_seconds_are_linear_in_inverse_efficiency():
