@@ -183,7 +183,9 @@ class EfficiencyTable:
         state = self._state()
         gain, _ = _gain(self.covariance, jacobian, _NOISE_DEVIATION)
         surprise = -math.log(value) - state[INDEX[op_class]]
-        return self._moved(state + gain * surprise, _shrunk(self.covariance, gain, jacobian))
+        return self._moved(
+            state + gain * surprise, _shrunk(self.covariance, gain, jacobian, _NOISE_DEVIATION)
+        )
 
     def _corrected(
         self, stage: ModelStage, work: FloatArray, log_seconds: float, noise: float
@@ -216,7 +218,7 @@ class EfficiencyTable:
             state = np.concatenate([_bounded(moved), moved[len(CLASSES) :]])
             free &= state == moved
         jacobian = jacobian * free
-        table = self._moved(state, _shrunk(covariance, gain, jacobian))
+        table = self._moved(state, _shrunk(covariance, gain, jacobian, noise))
         return replace(table, streaks={**self.streaks, stage: streak})
 
     def _state(self) -> FloatArray:
@@ -250,6 +252,12 @@ def _gain(covariance: FloatArray, jacobian: FloatArray, noise: float) -> tuple[F
     return spread / variance, math.sqrt(variance)
 
 
-def _shrunk(covariance: FloatArray, gain: FloatArray, jacobian: FloatArray) -> FloatArray:
-    after = covariance - np.outer(gain, jacobian @ covariance)
-    return np.asarray((after + after.T) / 2)
+def _shrunk(
+    covariance: FloatArray, gain: FloatArray, jacobian: FloatArray, noise: float
+) -> FloatArray:
+    """Covariance after a correction, in Joseph's form: no gain can make a variance negative.
+
+    Source: Bucy and Joseph (1968), "Filtering for Stochastic Processes with Applications".
+    """
+    kept = np.eye(len(gain)) - np.outer(gain, jacobian)
+    return np.asarray(kept @ covariance @ kept.T + np.outer(gain, gain) * noise**2)
