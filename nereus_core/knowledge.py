@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from nereus_core.config import PolicyConfig
-from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost import CostModel, EfficiencyTable, Lengths
+from nereus_core.cost.op_classes import OpClass
 from nereus_core.forecast import Forecaster
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
@@ -32,10 +34,17 @@ class Knowledge:
     """Whether the cost model has seen the current plan run."""
 
     @classmethod
-    def of_job(cls, job: Job, policy: PolicyConfig) -> Self:
-        """Start from priors."""
+    def of_job(
+        cls, job: Job, policy: PolicyConfig, measured: Mapping[OpClass, float] | None
+    ) -> Self:
+        """Start from priors, or from efficiencies measured elsewhere."""
         lengths = Lengths.of_job(job)
-        cost = CostModel(job, headroom=policy.memory_headroom)
+        cost = CostModel(
+            job,
+            EfficiencyTable.prior(job.cluster, measured),
+            headroom=policy.memory_headroom,
+            confidence=policy.confidence,
+        )
         return cls(cost, lengths, Forecaster(), Triggers(policy, lengths.response_mean))
 
     def predicted_s(self, now: Situation) -> float:
