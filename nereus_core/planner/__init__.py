@@ -26,6 +26,7 @@ from nereus_core.planner.space import Space
 __all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
 
 _RUNNER_UPS = 5
+_CURRENT = "the current plan: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +136,12 @@ def _chosen(
 
 def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[RunnerUp, ...]:
     space, best_s = placer.space, chosen.step.step.mean_s
-    seen, fit, unfit = {chosen.plan}, list[RunnerUp](), list[RunnerUp]()
+    seen, fit, unfit = [chosen.plan], list[RunnerUp](), list[RunnerUp]()
 
-    def consider(plan: Plan, word: str) -> None:
-        if plan in seen or plan_problems(plan, space.cost.job):
+    def consider(plan: Plan, word: str = "") -> None:
+        if plan in seen:
             return
-        seen.add(plan)
+        seen.append(plan)
         seconds = space.cost.step(plan, space.lengths).step.mean_s
         if problem := space.cost.memory_problem(plan, space.lengths):
             unfit.append(RunnerUp(plan, seconds, f"{word}does not fit: {problem}"))
@@ -150,14 +151,20 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
         else:
             fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
 
-    if placer.current is not None and set(placer.current) == set(space.stages):
-        consider(placer.current, "the current plan: ")
-    for solution in (*found.best[1:], *found.others):
-        consider(placer.canonical(solution), "")
-    consider(placer.unbounded(found.best[0]), "")
+    if placer.current is not None and not plan_problems(placer.current, space.cost.job):
+        consider(placer.current, _CURRENT)
+    for plan in placer.variants(found.best[0]):
+        consider(plan)
+    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others):
+        consider(placer.canonical(solution))
+    consider(placer.unbounded(found.best[0]))
     return _shortest(fit, unfit)
 
 
 def _shortest(fit: Sequence[RunnerUp], unfit: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
-    ordered = sorted(fit, key=lambda r: r.predicted_s)[: _RUNNER_UPS - min(1, len(unfit))]
-    return (*ordered, *unfit[: _RUNNER_UPS - len(ordered)])
+    """The fastest, with room kept for one that does not fit and for the current plan."""
+    mine = [r for r in fit if r.reason.startswith(_CURRENT)]
+    others = sorted((r for r in fit if r not in mine), key=lambda r: r.predicted_s)
+    room = _RUNNER_UPS - len(mine) - min(1, len(unfit))
+    kept = sorted([*mine, *others[:room]], key=lambda r: r.predicted_s)
+    return (*kept, *unfit[: _RUNNER_UPS - len(kept)])

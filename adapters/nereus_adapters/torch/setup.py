@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a TorchJob: shapes, weights, cluster, task, start-up plan."""
+"""From a configuration to the parts of a TorchJob: shapes, weights, cluster, task, plan."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def cluster(backend: BackendSection) -> Cluster:
         known = ", ".join(DEVICE_SPECS)
         raise ConfigError("backend.device_spec", f"{name!r} is unknown; known: {known}")
     if backend.seats % backend.nodes:
-        raise ConfigError(
-            "backend.nodes", f"{backend.nodes} does not divide {backend.seats} seats"
-        )
+        raise ConfigError("backend.nodes", f"{backend.nodes} does not divide {backend.seats} seats")
     spec: DeviceSpec = DEVICE_SPECS[name]
     if backend.memory_bytes is not None:
         spec = replace(spec, memory_bytes=backend.memory_bytes)
@@ -232,7 +230,7 @@ def _placement(job: Job, stage: ModelStage, wanted: str | PlacementConfig | None
 
 
 def simplest(job: Job) -> Plan:
-    """Return the plan without model parallelism: every stage on as many seats as divide the batch."""
+    """Return the plan without model parallelism: as many units as divide the batch."""
     seats = job.cluster.healthy
     dp = next(n for n in range(len(seats), 0, -1) if job.global_batch % n == 0)
     return Plan({s: Placement.packed(Layout(1, 1), seats[:dp]) for s in job.workload.stages})
