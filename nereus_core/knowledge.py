@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+from nereus_core.admission import Decision
 from nereus_core.config import PolicyConfig
 from nereus_core.cost import CostModel, EfficiencyTable, Lengths
 from nereus_core.cost.op_classes import OpClass
@@ -32,6 +33,8 @@ class Knowledge:
     """None before the first transition."""
     plan_was_seen: bool = False
     """Whether the cost model has seen the current plan run."""
+    postponed: Trigger | None = None
+    """What the last decision was about, if it fell into the cooldown and was not admitted."""
 
     @classmethod
     def of_job(
@@ -65,13 +68,29 @@ class Knowledge:
         )
 
     def woken(self, signals: Signals) -> tuple[Self, Trigger | None]:
-        """Take in what a boundary saw; return what woke the controller."""
+        """Take in what a boundary saw; return what woke the controller.
+
+        What was postponed wakes it when the cooldown is over.
+        """
         triggers, trigger = self.triggers.seen(signals)
+        if trigger is None and not self.cooling:
+            trigger = self.postponed
         return replace(self, triggers=triggers), trigger
 
-    def decided(self) -> Self:
+    @property
+    def cooling(self) -> bool:
+        """Whether a transition is so recent that only urgent ones are admitted."""
+        since = self.steps_since_transition
+        return since is not None and since < self.triggers.policy.cooldown_steps
+
+    def decided(self, decision: Decision, trigger: Trigger) -> Self:
         """Measure changes from here on."""
-        return replace(self, triggers=self.triggers.decided(self.lengths.response_mean))
+        refused = decision.path == "opportunistic" and not decision.admitted
+        return replace(
+            self,
+            triggers=self.triggers.decided(self.lengths.response_mean),
+            postponed=trigger if refused and self.cooling else None,
+        )
 
     def attempted(self) -> Self:
         """A transition was tried: cool down, and trust no prediction for what runs now."""

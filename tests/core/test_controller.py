@@ -152,6 +152,19 @@ def test_without_adapt_nothing_is_touched(mode):
     assert bool(watched.of(Decided)) == (mode == "advise")
 
 
+def test_what_falls_into_the_cooldown_is_decided_when_that_is_over():
+    job = big_job()
+    watched = Watched(job, good_plan(job, 1500), config={"policy": {"cooldown_steps": 3}})
+    watched.run(1500, 1500)
+    watched.job.drain(job.cluster.devices[3])
+    watched.run(1500)
+    watched.job.give_back(job.cluster.devices[3])
+    first, *rest = watched.run(*[1500] * 4)
+    assert (first.trigger, first.admitted) == ("devices", False)
+    assert [d.trigger if d else None for d in rest][:2] == [None, "devices"]
+    assert rest[1].admitted
+
+
 def test_a_veto_holds_an_opportunistic_transition_and_its_reason_is_on_record():
     job = big_job()
     plan = packed(job, generate=(8, 1), train=(2, 4), ref=(8, 1))
