@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -12,6 +11,7 @@ import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost.compute import stage_work, sync_work
+from nereus_core.cost.corrections import Between, Scale
 from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
 from nereus_core.cost.lengths import Lengths
@@ -29,61 +29,8 @@ from nereus_core.workload import Job, ModelStage
 _MISFIT = 0.065
 """Relative error left when a calibrated model meets a layout it has not seen. Source: five-fold
 error of a white-box model of this form on vTrain's measured multi-node plans."""
-_REMEMBERED_STEPS = 5
-"""Steps whose median is taken for what happens between stages; chosen, not measured."""
-_TRANSITION_DEVIATION = 0.7
-"""Of the log of measured / predicted primitive seconds before any is seen; chosen."""
-_TRANSITION_NOISE = 0.3
-"""The same from one primitive to the next; chosen, not measured."""
 _PRIOR = cast(EfficiencyTable, None)
 """Stands for the conservative prior of the job's cluster."""
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """What a step takes beside its stages, learned from the steps seen last."""
-
-    overhead_s: tuple[float, ...] = ()
-    """Seconds between stages: data, rewards, bookkeeping."""
-    sync: tuple[float, ...] = ()
-    """Measured / predicted weight synchronization, at most 1 (predictions are upper bounds)."""
-
-    @property
-    def seconds(self) -> float:
-        """Overhead of a step; 0 until one is seen."""
-        return statistics.median(self.overhead_s or (0.0,))
-
-    @property
-    def sync_factor(self) -> float:
-        """Part of the predicted synchronization that takes place; 1 until a step is seen."""
-        return statistics.median(self.sync or (1.0,))
-
-    def seen(self, extra_s: float, sync_s: float) -> Between:
-        """Take in a step that took so much longer than its stages, and its predicted syncs."""
-        factor = min(1.0, max(0.0, extra_s) / sync_s) if sync_s > 0 else 1.0
-        overhead_s = max(0.0, extra_s - sync_s)
-        return Between(
-            (*self.overhead_s, overhead_s)[-_REMEMBERED_STEPS:],
-            (*self.sync, factor)[-_REMEMBERED_STEPS:],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Measured / predicted seconds of primitives, in logs, with its variance."""
-
-    log: float = 0.0
-    variance: float = _TRANSITION_DEVIATION**2
-
-    def seen(self, predicted_s: float, measured_s: float) -> Scale:
-        """Take in one primitive; outliers beyond two deviations pull no harder."""
-        spread = math.sqrt(self.variance + _TRANSITION_NOISE**2)
-        surprise = math.log(measured_s / predicted_s)
-        gain = self.variance / spread**2
-        moved = self.log + gain * max(-2 * spread, min(2 * spread, surprise))
-        # Never surer than a tenth of one primitive's scatter: machines change.
-        variance = max(self.variance * (1 - gain), _TRANSITION_NOISE**2 / 10)
-        return Scale(moved, variance)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +68,8 @@ class CostModel:
     """Part of a device's memory that no plan may use."""
     confidence: float = 0.9
     """With which each bound of an interval holds."""
-    between: Between = Between()
-    scale: Scale = Scale()
+    between: Between = field(default_factory=Between)
+    scale: Scale = field(default_factory=Scale)
     # Kept by identity (hashing a thousand devices takes longer), with the object so that it lives.
     _tables: dict[tuple[ModelStage, int, Lengths], tuple[Placement, StageTable]] = field(
         default_factory=dict, init=False, repr=False

@@ -16,12 +16,13 @@ import numpy as np
 
 from nereus_core.cost import CostModel, Lengths, StepCost
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.plan import Plan, plan_problems
+from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.nearest import tightest
 from nereus_core.planner.placing import Placer
 from nereus_core.planner.search import TIE, Found, search
 from nereus_core.planner.space import Space
+from nereus_core.workload import Job
 
 __all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
 
@@ -69,13 +70,14 @@ def best(
     Raises:
         NoFeasiblePlan: nothing fits in memory, or constraints leave a stage no layout.
     """
-    space = Space.of(cost, lengths, constraints, current)
+    running = None if current is None else _intact(current, cost.job)
+    space = Space.of(cost, lengths, constraints, running)
     index = {stage: i for i, stage in enumerate(space.stages)}
     together = [frozenset(index[s] for s in g if s in index) for g in constraints.colocate]
     found = search(space, together)
     if not found.best:
         raise NoFeasiblePlan(space.num_devices, tightest(space, together))
-    placer = Placer(space, constraints, current)
+    placer = Placer(space, constraints, running)
     plan = _chosen(cost, lengths, constraints, current, placer, found)
     chosen = Candidate(plan, cost.step(plan, lengths))
     return Planned(chosen, _runner_ups(placer, found, chosen), found.searched)
@@ -105,6 +107,13 @@ def still_good(
     whole_s = max(least[:, -1].max(), device_s.sum() / space.num_devices)
     bound_s = float(space.objective(bound, np.array(whole_s))) + cost.between.seconds
     return cost.step(current, lengths).step.mean_s <= (1 + delta) * bound_s
+
+
+def _intact(plan: Plan, job: Job) -> Plan:
+    """What runs of a plan: units all of whose devices are healthy; a stage may have none left."""
+    healthy = set(job.cluster.healthy)
+    alive = {s: [u for u in p.units if healthy.issuperset(u)] for s, p in plan.items()}
+    return Plan({s: Placement(plan[s].layout, tuple(u)) for s, u in alive.items() if u})
 
 
 def _usable(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan) -> bool:
@@ -149,7 +158,8 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
             slower = f"{word}slower by {seconds / best_s - 1:.1%}"
             fit.append(RunnerUp(plan, seconds, slower))
         else:
-            fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
+            moves = "" if placer.current is None else ", moves more bytes"
+            fit.append(RunnerUp(plan, seconds, f"{word}as fast{moves}"))
 
     if placer.current is not None and not plan_problems(placer.current, space.cost.job):
         consider(placer.current, _CURRENT)

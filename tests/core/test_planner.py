@@ -189,6 +189,22 @@ def test_an_engine_whose_layout_is_fixed_keeps_it():
     )
 
 
+def test_a_lost_unit_is_no_reason_to_need_what_the_adapter_cannot_do():
+    everything = Capabilities.everything()
+    never = dict.fromkeys(Stage, unsupported("for this test"))
+    table = replace(everything, split=never, merge=never, extend=never, destroy=never)
+    constraints = Constraints.of(ConstraintsConfig(), table, None)
+    cost = CostModel(job_of())
+    one_each = Placement.packed(Layout(1, 1), SEATS.devices)
+    current = Plan(dict.fromkeys(cost.job.workload.stages, one_each))
+    halved = cost.on(cost.job.on(SEATS.without(SEATS.devices[2:])))
+    kept = best(halved, LENGTHS, constraints, current).best.plan
+    assert all(p.units == one_each.units[:2] for p in kept.values())
+    # A unit that is gone altogether is made anew in whatever layout fits.
+    whole = Plan(dict.fromkeys(current, Placement.packed(Layout(4, 1), SEATS.devices)))
+    assert best(halved, LENGTHS, constraints, whole).best.plan.devices <= set(SEATS.devices[:2])
+
+
 def test_constraints_name_the_key_that_cannot_be_read():
     config = ConstraintsConfig(pin={"actor/train": "tp2"})
     with pytest.raises(ConfigError, match=r"constraints\.pin: .*'tp2'"):
