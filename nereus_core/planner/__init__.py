@@ -120,6 +120,7 @@ def _usable(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: P
     return (
         not plan_problems(plan, cost.job)
         and constraints.allows(plan, plan)
+        and constraints.enough_units(plan)
         and cost.memory_problem(plan, lengths) is None
     )
 

@@ -268,6 +268,9 @@ def _choices(
         for dp in units
         if layout.num_devices * dp <= total and constraints.allows_change(stage, now, layout, dp)
     ]
+    most = max((dp for _, _, dp in choices), default=1)
+    least = min(constraints.min_dp.get(stage, 1), most)
+    choices = [choice for choice in choices if choice[2] >= least]
     if not choices:
         raise NoFeasiblePlan(
             total,
