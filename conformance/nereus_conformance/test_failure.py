@@ -13,7 +13,7 @@ from nereus_core.errors import NereusError, UnitLost
 from nereus_core.layout import Layout
 from nereus_core.plan import Plan
 from nereus_core.primitives import Kind
-from nereus_core.workload import ACTOR_TRAIN, Stage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Stage
 
 ONE, TP2 = Layout(1, 1), Layout(2, 1)
 
@@ -106,3 +106,20 @@ def test_failed_primitive_leaves_a_true_unit_map(arrange: Arranger) -> None:
         else:
             pytest.fail(f"I4 strong: {op} was done without {parent.devices[1]}")
         same_units(before.intact([parent.devices[1]]), subject.units, f"the failed {op}")
+
+
+@pytest.mark.needs(Feature.UNIT_LOSS, Kind.SPLIT)
+def test_a_loss_elsewhere_does_not_fail_a_primitive(arrange: Arranger) -> None:
+    """I6: a primitive whose devices are all healthy is done, whatever was lost on others.
+
+    If this fails, check that a loss is looked for among the devices that take part.
+    """
+    subject = arrange(Stage.TRAIN, TP2)
+    before, parent = subject.state(subject.own()[0]), subject.own()[0]
+    elsewhere = subject.units.of(ACTOR_GENERATE)[0].devices[0]
+    op = subject.split(parent, ONE)
+    with subject.boundary():
+        subject.harness.fail(elsewhere)
+        subject.perform(op)
+        for child in op.into:
+            same_state(before, subject.state(child), str(op))

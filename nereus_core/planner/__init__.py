@@ -16,16 +16,18 @@ import numpy as np
 
 from nereus_core.cost import CostModel, Lengths, StepCost
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.plan import Plan, plan_problems
+from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.nearest import tightest
 from nereus_core.planner.placing import Placer
 from nereus_core.planner.search import TIE, Found, search
 from nereus_core.planner.space import Space
+from nereus_core.workload import Job
 
 __all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
 
 _RUNNER_UPS = 5
+_CURRENT = "the current plan: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,14 @@ def best(
     Raises:
         NoFeasiblePlan: nothing fits in memory, or constraints leave a stage no layout.
     """
-    space = Space.of(cost, lengths, constraints, current)
+    running = None if current is None else _intact(current, cost.job)
+    space = Space.of(cost, lengths, constraints, running)
     index = {stage: i for i, stage in enumerate(space.stages)}
     together = [frozenset(index[s] for s in g if s in index) for g in constraints.colocate]
     found = search(space, together)
     if not found.best:
         raise NoFeasiblePlan(space.num_devices, tightest(space, together))
-    placer = Placer(space, constraints, current)
+    placer = Placer(space, constraints, running)
     plan = _chosen(cost, lengths, constraints, current, placer, found)
     chosen = Candidate(plan, cost.step(plan, lengths))
     return Planned(chosen, _runner_ups(placer, found, chosen), found.searched)
@@ -106,10 +109,18 @@ def still_good(
     return cost.step(current, lengths).step.mean_s <= (1 + delta) * bound_s
 
 
+def _intact(plan: Plan, job: Job) -> Plan:
+    """What runs of a plan: units all of whose devices are healthy; a stage may have none left."""
+    healthy = set(job.cluster.healthy)
+    alive = {s: [u for u in p.units if healthy.issuperset(u)] for s, p in plan.items()}
+    return Plan({s: Placement(plan[s].layout, tuple(u)) for s, u in alive.items() if u})
+
+
 def _usable(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan) -> bool:
     return (
         not plan_problems(plan, cost.job)
         and constraints.allows(plan, plan)
+        and constraints.enough_units(plan)
         and cost.memory_problem(plan, lengths) is None
     )
 
@@ -135,12 +146,12 @@ def _chosen(
 
 def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[RunnerUp, ...]:
     space, best_s = placer.space, chosen.step.step.mean_s
-    seen, fit, unfit = {chosen.plan}, list[RunnerUp](), list[RunnerUp]()
+    seen, fit, unfit = [chosen.plan], list[RunnerUp](), list[RunnerUp]()
 
-    def consider(plan: Plan, word: str) -> None:
-        if plan in seen or plan_problems(plan, space.cost.job):
+    def consider(plan: Plan, word: str = "") -> None:
+        if plan in seen:
             return
-        seen.add(plan)
+        seen.append(plan)
         seconds = space.cost.step(plan, space.lengths).step.mean_s
         if problem := space.cost.memory_problem(plan, space.lengths):
             unfit.append(RunnerUp(plan, seconds, f"{word}does not fit: {problem}"))
@@ -148,16 +159,23 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
             slower = f"{word}slower by {seconds / best_s - 1:.1%}"
             fit.append(RunnerUp(plan, seconds, slower))
         else:
-            fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
+            moves = "" if placer.current is None else ", moves more bytes"
+            fit.append(RunnerUp(plan, seconds, f"{word}as fast{moves}"))
 
-    if placer.current is not None and set(placer.current) == set(space.stages):
-        consider(placer.current, "the current plan: ")
-    for solution in (*found.best[1:], *found.others):
-        consider(placer.canonical(solution), "")
-    consider(placer.unbounded(found.best[0]), "")
+    if placer.current is not None and not plan_problems(placer.current, space.cost.job):
+        consider(placer.current, _CURRENT)
+    for plan in placer.variants(found.best[0]):
+        consider(plan)
+    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others):
+        consider(placer.canonical(solution))
+    consider(placer.unbounded(found.best[0]))
     return _shortest(fit, unfit)
 
 
 def _shortest(fit: Sequence[RunnerUp], unfit: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
-    ordered = sorted(fit, key=lambda r: r.predicted_s)[: _RUNNER_UPS - min(1, len(unfit))]
-    return (*ordered, *unfit[: _RUNNER_UPS - len(ordered)])
+    """The fastest, with room kept for one that does not fit and for the current plan."""
+    mine = [r for r in fit if r.reason.startswith(_CURRENT)]
+    others = sorted((r for r in fit if r not in mine), key=lambda r: r.predicted_s)
+    room = _RUNNER_UPS - len(mine) - min(1, len(unfit))
+    kept = sorted([*mine, *others[:room]], key=lambda r: r.predicted_s)
+    return (*kept, *unfit[: _RUNNER_UPS - len(kept)])

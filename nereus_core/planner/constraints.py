@@ -27,6 +27,8 @@ class Constraints:
     colocate: tuple[frozenset[ModelStage], ...] = ()
     """Model-stages that must share their devices."""
     pinned: Mapping[ModelStage, Layout] = field(default_factory=lambda: MappingProxyType({}))
+    min_dp: Mapping[ModelStage, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Least number of units of a stage, as far as devices allow: a copy survives a lost device."""
     excluded: frozenset[Device] = frozenset()
     """Devices that no plan uses: excluded by configuration, or draining."""
     forbidden: frozenset[tuple[Kind, Stage]] = frozenset()
@@ -52,13 +54,15 @@ class Constraints:
             colocate = tuple(frozenset(map(ModelStage.parse, g)) for g in config.colocate)
             key = "constraints.pin"
             pinned = {ModelStage.parse(s): Layout.parse(t) for s, t in config.pin.items()}
+            key = "constraints.min_dp"
+            min_dp = {ModelStage.parse(s): n for s, n in config.min_dp.items()}
             key = "constraints.exclude"
             excluded = frozenset(map(Device.parse, config.exclude))
         except ValueError as error:
             raise ConfigError(key, str(error)) from error
         return cls(
             config.degrees, config.max_tp, config.max_pp, colocate, MappingProxyType(pinned),
-            excluded, frozenset(forbidden),
+            MappingProxyType(min_dp), excluded, frozenset(forbidden),
         )  # fmt: skip
 
     def excluding(self, devices: frozenset[Device]) -> Constraints:
@@ -96,6 +100,10 @@ class Constraints:
         if then > now:
             return able(Kind.MERGE)
         return able(Kind.SPLIT) or able(Kind.MERGE)
+
+    def enough_units(self, plan: Plan) -> bool:
+        """Whether every stage has the units that ``min_dp`` asks for."""
+        return all(plan[s].dp >= least for s, least in self.min_dp.items() if s in plan)
 
     def allows_moves(self, stage: ModelStage) -> bool:
         """Whether a stage may leave devices for others: that takes Extend and Destroy."""

@@ -46,7 +46,6 @@ class Run:
         self.losses: dict[str, float] = {}
         self.grad_norms: dict[str, float] = {}
         self.tokens: list[Tokens] = []
-        self.versions: dict[UnitId, int] = {}
 
     def _lengths(self, samples: Iterable[int]) -> list[Tokens]:
         script, static = self.job.script, self.static
@@ -72,18 +71,20 @@ class Run:
         for node in self.static.workload.nodes:
             if node.model_stage.stage is Stage.GENERATE:
                 with self.job.gate.stage(node.model_stage):
+                    self.job.participants(node.model_stage)  # before a prompt is drawn
                     # A step that was cut short left its prompts: they are generated again.
                     drawn = self.job.pending() or self.job.draw()
                     slices = self._work(node, drawn)
                     self.job.requests = slices
-                    self.versions = {u: self.job.live(u).counters["weight_version"] for u in slices}
+                    self.job.served = {
+                        u: self.job.live(u).counters["weight_version"] for u in slices
+                    }
 
     def train(self) -> StepResult:
         """Take what was generated through all other stages, then synchronise weights."""
         for stage in self.static.workload.stages:
             self.job.participants(stage)  # a loss is noticed before anything is trained
-        batch = self.job.pending()
-        versions = self.versions or self.job.served
+        batch, served = self.job.pending(), self.job.served
         self.tokens = self._lengths(batch)
         consumed: tuple[int, ...] = ()
         for node in self.static.workload.nodes:
@@ -99,7 +100,7 @@ class Run:
         for node in self.static.workload.nodes:
             if node.weights_from is not None:
                 self._follow(node.model_stage, node.weights_from)
-        return StepResult(self.step, self.losses, consumed, versions, self.grad_norms)
+        return StepResult(self.step, self.losses, consumed, served, self.grad_norms)
 
     def _update(self, stage: ModelStage, slices: Mapping[UnitId, tuple[int, ...]]) -> None:
         model, seed = self.static.model(stage), self.job.script.seed

@@ -23,9 +23,6 @@ from nereus_core.state import Route, Shard, Slot
 
 Array = NDArray[Any]
 
-HOST = "host"
-"""Node name of the pseudo-devices on which parked shards lie: always behind a link."""
-
 
 @dataclass(frozen=True, slots=True)
 class Store:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from nereus_adapters.sim.adapter import SimAdapter
 from nereus_adapters.sim.harness import SimHarness
-
 from nereus_core.adapter import Boundary, Receipt
 from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
 from nereus_core.declaration import AdapterDeclaration

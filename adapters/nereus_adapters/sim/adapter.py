@@ -10,7 +10,6 @@ import hashlib
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
@@ -46,7 +45,7 @@ from nereus_core.primitives import (
 )
 from nereus_core.sim.job import SimJob
 from nereus_core.sim.step import Live
-from nereus_core.sim.world import HOST, Array
+from nereus_core.sim.world import Array
 from nereus_core.state import Slot, slots_of, tensor_rules
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
@@ -94,21 +93,14 @@ class SimAdapter:
         finally:
             if not self._running.linked:
                 self._running.relink()
-            self._drop_parked()
             self._running.gate.open()
 
     def relink(self, plan: Plan) -> None:
         """Share the batch among the units alive; raises PlanError when they are not the plan's."""
         check_plan(plan, self.job())
         self._running.relink()
-        self._drop_parked()
-
-    def _drop_parked(self) -> None:
-        """Forget parked state whose stage has units again: nobody will fetch it."""
         with self._lock:
-            for unit in list(self._parked):
-                if self.units().of(unit.model_stage):
-                    del self._parked[unit]
+            self._parked.clear()
 
     # --- Primitives -----------------------------------------------------------------------------
 
@@ -159,14 +151,15 @@ class SimAdapter:
             raise NotAtBoundary(str(op), op)
         if gate.inside in {u.model_stage for u in sources(op)}:
             raise NotAtBoundary(f"{op} reads {gate.inside}, which runs; it is", op)
-        missing = [u for u in (*ended(op), *sources(op)) if u not in self._with_parked()]
-        if lost := [u for u in missing if u in self._running.lost]:
+        known = self._with_parked().intact(self.job().cluster.failed)
+        gone = [u for u in (*ended(op), *sources(op)) if u not in known]
+        if lost := [u for u in gone if u in self._running.lost or u in self._parked]:
             raise UnitLost(lost, tuple(self.units()), "a device failed")
-        check(op, self._with_parked())
+        check(op, self.units(), self._parked)
         failed = self.job().cluster.failed
         for unit in created(op):
-            if gone := sorted(set(unit.devices) & failed):
-                raise Infeasible(f"{op}: {gone[0]} has failed.", op)
+            if dead := sorted(set(unit.devices) & failed):
+                raise Infeasible(f"{op}: {dead[0]} has failed.", op)
             try:
                 check_layout(self.job().model(stage), unit.layout)
             except LayoutError as error:
@@ -187,7 +180,7 @@ class SimAdapter:
         origin = [self._find(u) for u in sources(op)]
         if isinstance(op, Merge):
             self._require_identical(op, origin)
-        before = {d: job.world.used_bytes(d) for d in touched(op, units) if d.node != HOST}
+        before = {d: job.world.used_bytes(d) for d in touched(op, units)}
         fresh: list[Live] = []
         moved = kept = 0
         try:
@@ -203,12 +196,12 @@ class SimAdapter:
             )
             peaks = {d: max(before[d], job.world.used_bytes(d)) for d in before}
             if isinstance(op, Destroy):
-                moved += self._end(op)
+                kept += self._end(op)
             job.commit(ended(op), fresh)
         except BaseException as error:
             for live in fresh:
                 job.discard(live)
-            self._raise_lost(units, error)
+            self._raise_lost(op, units, error)
             raise
         return Receipt(
             op_id=op.op_id,
@@ -243,20 +236,14 @@ class SimAdapter:
                 raise PrimitiveError(f"{op}: no state reached {holes[0]} on {store.device}.", op)
 
     def _end(self, op: Destroy) -> int:
-        """Take a unit out of the routing; parked, keep its shards. Returns bytes moved to host."""
+        """Hand on what a unit was doing; parked, keep its shards. Returns bytes kept."""
         self._hand_on_requests(op.unit)
         if not op.park:
             return 0
         live = self._running.live(op.unit)
-        on_host = tuple(Device(HOST, rank) for rank in range(len(live.stores)))
-        stores = tuple(
-            replace(store, device=device)
-            for store, device in zip(live.stores, on_host, strict=True)
-        )
-        unit = replace(live.unit, devices=on_host)
         with self._lock:
-            self._parked[op.unit] = Live(unit, stores, dict(live.counters))
-        return sum(store.num_bytes for store in stores)
+            self._parked[op.unit] = live
+        return sum(store.num_bytes for store in live.stores)
 
     def _hand_on_requests(self, unit: UnitId) -> None:
         """Give requests in flight to another unit of the stage, so that none is dropped."""
@@ -277,10 +264,11 @@ class SimAdapter:
                 if other.counters[counter] != value:
                     raise Diverged(names, counter, op)
 
-    def _raise_lost(self, units: UnitMap, error: BaseException) -> None:
-        """Turn an error into UnitLost when a device failed meanwhile."""
-        alive = self.units()
-        if lost := [u for u in units if u not in alive and u not in self._parked]:
+    def _raise_lost(self, op: Primitive, units: UnitMap, error: BaseException) -> None:
+        """Turn an error into UnitLost when a device that takes part failed meanwhile."""
+        alive, part = self.units(), touched(op, units)
+        lost = [u for u in units if u not in alive and not part.isdisjoint(units[u].devices)]
+        if lost := [u for u in lost if u not in self._parked]:
             raise UnitLost(lost, tuple(alive), str(error)) from error
 
     # --- State ----------------------------------------------------------------------------------
