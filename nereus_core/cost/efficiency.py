@@ -183,7 +183,7 @@ class EfficiencyTable:
         state = self._state()
         gain, _ = _gain(self.covariance, jacobian, _NOISE_DEVIATION)
         surprise = -math.log(value) - state[INDEX[op_class]]
-        return self._moved(state + gain * surprise, _shrunk(self.covariance, gain, jacobian))
+        return self._moved(state + gain * surprise, _shrunk(self.covariance, gain, jacobian, _NOISE_DEVIATION))
 
     def _corrected(
         self, stage: ModelStage, work: FloatArray, log_seconds: float, noise: float
@@ -216,7 +216,7 @@ class EfficiencyTable:
             state = np.concatenate([_bounded(moved), moved[len(CLASSES) :]])
             free &= state == moved
         jacobian = jacobian * free
-        table = self._moved(state, _shrunk(covariance, gain, jacobian))
+        table = self._moved(state, _shrunk(covariance, gain, jacobian, noise))
         return replace(table, streaks={**self.streaks, stage: streak})
 
     def _state(self) -> FloatArray:
@@ -250,6 +250,10 @@ def _gain(covariance: FloatArray, jacobian: FloatArray, noise: float) -> tuple[F
     return spread / variance, math.sqrt(variance)
 
 
-def _shrunk(covariance: FloatArray, gain: FloatArray, jacobian: FloatArray) -> FloatArray:
-    after = covariance - np.outer(gain, jacobian @ covariance)
+def _shrunk(
+    covariance: FloatArray, gain: FloatArray, jacobian: FloatArray, noise: float
+) -> FloatArray:
+    """Covariance after a correction, in Joseph's form: positive for any gain, also a masked one."""
+    kept = np.eye(len(covariance)) - np.outer(gain, jacobian)
+    after = kept @ covariance @ kept.T + noise**2 * np.outer(gain, gain)
     return np.asarray((after + after.T) / 2)
