@@ -135,7 +135,7 @@ def admit(
         candidate_s=chosen.step.step,
         saving_s=saving,
         transition_s=transition,
-        horizon_steps=crossing.low_steps,
+        horizon_steps=crossing.steps,
         decision_s=decision_s,
         runner_ups=candidate.runner_ups,
     )
@@ -175,12 +175,12 @@ def _judge(
             f"less than the least worth a change, {policy.min_saving:.1%}"
         )
         return "opportunistic", False, rule
-    saved_s = saving.low_s * crossing.low_steps
+    saved_s = saving.low_s * crossing.steps
     repaid = saved_s >= transition.high_s
-    due = "the cap" if crossing.signal == "none" else f"{crossing.signal} expected to change"
+    due = "the cap" if crossing.signal == "none" else f"{crossing.signal} expected to change then"
     rule = (
-        f"payback: at least {saving.low_s:.3g} s per step x {crossing.low_steps:.3g} steps "
-        f"({due} after {crossing.steps:.3g}) = {saved_s:.3g} s, "
+        f"payback: at least {saving.low_s:.3g} s per step x {crossing.steps:.3g} steps ({due}) = "
+        f"{saved_s:.3g} s, "
         f"{'repays' if repaid else 'does not repay'} a transition of "
         f"up to {transition.high_s:.3g} s"
     )

@@ -50,6 +50,8 @@ class ConstraintsConfig(_Section):
     """Groups of model-stages that must share their devices, e.g. [["actor/train", "ref/infer"]]."""
     pin: Mapping[str, str] = Field(default_factory=dict)
     """Model-stage -> layout that must not change, e.g. {"ref/infer": "tp1pp1"}."""
+    min_dp: Mapping[str, int] = Field(default_factory=dict)
+    """Model-stage -> least number of units; two of a train stage survive a lost device."""
     exclude: tuple[str, ...] = ()
     """Devices that no plan uses."""
 

@@ -74,7 +74,7 @@ class NoSuchAdapter(AdapterError):
     """No installed distribution provides an adapter of this name."""
 
     def __init__(self, name: str, installed: Sequence[str], broken: Sequence[str] = ()) -> None:
-        self.name = name
+        self.name, self.broken = name, tuple(broken)
         note = f" (broken: {_names(broken)})" if broken else ""
         super().__init__(f"no adapter {name!r}; installed: {_names(installed)}{note}.")
 
@@ -200,6 +200,21 @@ class UnitLost(PrimitiveError):
         super().__init__(f"lost {_names(lost)}{why}; intact: {_names(intact)}.")
 
 
+class StateDiffers(PrimitiveError):
+    """A unit holds other state than the units it was made from; nothing may train on it."""
+
+    def __init__(self, unit: object, what: str, found: object, expected: object) -> None:
+        self.unit, self.what = unit, what
+        super().__init__(f"{unit} holds {what} with {found}, its stage had {expected}.")
+
+
+class Cancelled(NereusError):
+    """Somebody asked for a transition to stop."""
+
+    def __init__(self, transition: str) -> None:
+        super().__init__(f"transition {transition} was cancelled.")
+
+
 class StateLost(NereusError):
     """No intact copy of a model-stage's state is left; the job must resume from a checkpoint."""
 
@@ -250,9 +265,10 @@ class TransitionFailed(NereusError):
         done: Sequence[object] = (),
         pending: Sequence[object] = (),
         intact: Sequence[object] = (),
+        parked: Sequence[object] = (),
         rolled_back: bool = False,
     ) -> None:
-        self.failed, self.cause = failed, cause
+        self.failed, self.cause, self.parked = failed, cause, tuple(parked)
         self.done, self.pending, self.intact = tuple(done), tuple(pending), tuple(intact)
         self.rolled_back = rolled_back
         end = "the old plan goes on" if rolled_back else f"intact: {_names(intact)}"

@@ -2,7 +2,7 @@
 
 The file is the job's memory for people and machines: ``nereus explain`` and the HTML report read
 nothing else. Plans are written with `Plan.to_json`, everything else as plain values under the
-field names below; ``kind`` names the class and ``at_s`` is seconds since the run began.
+field names below; ``event`` names the class and ``at_s`` is seconds since the run began.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class TransitionFinished:
     step: int
     outcome: str
     elapsed_s: float
-    predicted_s: float
+    predicted_s: float | None
     moved_bytes: int
     plan: Json
     error: str | None = None
@@ -218,13 +218,13 @@ class EventLog:
 
 def to_json(event: Event, at_s: float) -> dict[str, Any]:
     """Return an event as plain values."""
-    return {"kind": type(event).__name__, "at_s": round(at_s, 6), **dataclasses.asdict(event)}
+    return {"event": type(event).__name__, "at_s": round(at_s, 6), **dataclasses.asdict(event)}
 
 
 def from_json(record: Mapping[str, Any]) -> tuple[Event, float]:
     """Read back what `to_json` wrote; raises NereusError naming what does not fit."""
     values = dict(record)
-    kind, at_s = values.pop("kind", None), values.pop("at_s", 0.0)
+    kind, at_s = values.pop("event", None), values.pop("at_s", 0.0)
     if kind not in _KINDS:
         raise NereusError(f"unknown event kind {kind!r}; known: {', '.join(_KINDS)}.")
     known = {f.name for f in dataclasses.fields(_KINDS[kind])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from nereus_core.adapter import Adapter
 from nereus_core.cluster import Device
 from nereus_core.plan import Plan
 from nereus_core.units import UnitId
-from nereus_core.workload import Algorithm, Job
+from nereus_core.workload import Algorithm, Job, ModelStage
 
 # A logical tensor may have any element type: bf16 state is peeked as its 16-bit pattern.
 Array = NDArray[Any]
@@ -68,6 +69,18 @@ class Harness(Protocol):
 
     def step(self) -> StepResult:
         """Run one RL step with a real loss."""
+        ...
+
+    def running(self, stage: ModelStage) -> AbstractContextManager[None]:
+        """Hold one RL step in flight: entered once a step, run on a thread, stands inside `stage`.
+
+        On leaving the step goes on, and the context exits when it has finished. What the step
+        raises is raised there.
+        """
+        ...
+
+    def disturb(self, unit: UnitId, tensor: str) -> None:
+        """Add one to ``slot/tensor`` on every rank of one unit, bypassing the adapter."""
         ...
 
     def peek(self, unit: UnitId) -> Mapping[str, Array]:

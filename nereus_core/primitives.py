@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
@@ -62,7 +63,10 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """End a unit and free its devices; parked, its shards stay in host memory until fetched."""
+    """End a unit and free its devices; parked, its shards stay in host memory until `relink`.
+
+    A parked unit is not alive, but Extend may name it as a source until the transition ends.
+    """
 
     op_id: OpId
     unit: UnitId
@@ -137,8 +141,13 @@ def touched(op: Primitive, units: UnitMap) -> frozenset[Device]:
     return _devices(read) | _devices(created(op))
 
 
-def check(op: Primitive, units: UnitMap) -> None:
+def check(op: Primitive, units: UnitMap, parked: Container[UnitId] = ()) -> None:
     """Raise unless the primitive's preconditions hold on these units.
+
+    Args:
+        op: The primitive.
+        units: Units alive.
+        parked: Units whose shards a parking Destroy kept in host memory: sources of an Extend.
 
     Raises:
         NoSuchUnit: a unit it names is not alive.
@@ -148,7 +157,7 @@ def check(op: Primitive, units: UnitMap) -> None:
         PrimitiveError: it mixes model-stages or repeats a unit.
     """
     for unit_id in (*ended(op), *sources(op)):
-        if unit_id not in units:
+        if unit_id not in units and not (isinstance(op, Extend) and unit_id in parked):
             raise NoSuchUnit(unit_id, tuple(units), op)
     stage = model_stage_of(op)
     strangers = [u for u in ended(op) if u.model_stage != stage] + [
@@ -163,7 +172,7 @@ def check(op: Primitive, units: UnitMap) -> None:
     if len(set(ended(op))) != len(ended(op)):
         raise PrimitiveError(f"{op}: a unit is named twice.", op)
     survivors = set(units) - set(ended(op))
-    taken = [u.id for u in created(op) if u.id in survivors]
+    taken = [u.id for u in created(op) if u.id in survivors or u.id in parked]
     if taken or len({u.id for u in created(op)}) != len(created(op)):
         raise PrimitiveError(f"{op}: unit id {(taken or [created(op)[0].id])[0]} is taken.", op)
     _check_devices(op, units)
@@ -209,10 +218,10 @@ def _check_devices(op: Primitive, units: UnitMap) -> None:
             raise Infeasible(f"{op}: parents must share one layout.", op)
 
 
-def apply(op: Primitive, units: UnitMap) -> UnitMap:
+def apply(op: Primitive, units: UnitMap, parked: Container[UnitId] = ()) -> UnitMap:
     """Return the units after the primitive; raises what `check` raises.
 
     This is the specification: an adapter's ``units()`` after a primitive must equal it.
     """
-    check(op, units)
+    check(op, units, parked)
     return units.replace(ended(op), created(op))

@@ -1,1 +1,1 @@
-"""The conformance suite that every adapter must pass."""
+"""The conformance suite: whether an adapter keeps the contract of `nereus_core.adapter`."""

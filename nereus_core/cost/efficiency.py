@@ -183,7 +183,9 @@ class EfficiencyTable:
         state = self._state()
         gain, _ = _gain(self.covariance, jacobian, _NOISE_DEVIATION)
         surprise = -math.log(value) - state[INDEX[op_class]]
-        return self._moved(state + gain * surprise, _shrunk(self.covariance, gain, jacobian, _NOISE_DEVIATION))
+        return self._moved(
+            state + gain * surprise, _shrunk(self.covariance, gain, jacobian, _NOISE_DEVIATION)
+        )
 
     def _corrected(
         self, stage: ModelStage, work: FloatArray, log_seconds: float, noise: float
@@ -253,7 +255,10 @@ def _gain(covariance: FloatArray, jacobian: FloatArray, noise: float) -> tuple[F
 def _shrunk(
     covariance: FloatArray, gain: FloatArray, jacobian: FloatArray, noise: float
 ) -> FloatArray:
-    """Covariance after a correction, in Joseph's form: positive for any gain, also a masked one."""
-    kept = np.eye(len(covariance)) - np.outer(gain, jacobian)
-    after = kept @ covariance @ kept.T + noise**2 * np.outer(gain, gain)
+    """Covariance after a correction, in Joseph's form: no gain can make a variance negative.
+
+    Source: Bucy and Joseph (1968), "Filtering for Stochastic Processes with Applications".
+    """
+    kept = np.eye(len(gain)) - np.outer(gain, jacobian)
+    after = kept @ covariance @ kept.T + np.outer(gain, gain) * noise**2
     return np.asarray((after + after.T) / 2)

@@ -52,7 +52,7 @@ def test_a_saving_that_repays_is_admitted():
 
 @pytest.mark.parametrize("factor", [0.99, 1.01])
 def test_payback_compares_lower_bounds_with_the_upper_bound(factor):
-    saved_s = SAVING.low_s * 40
+    saved_s = SAVING.low_s * 50
     cost_s = Interval(saved_s / 2, saved_s / 4, saved_s / factor)
     assert decide(transition=cost_s).admitted is (factor > 1)
 
@@ -121,7 +121,7 @@ def test_the_explanation_holds_trigger_plans_bounds_payback_rule_and_losers():
     assert first == "step 12: opportunistic decision, admitted (woken by tokens; thought for 12 ms)"
     assert str(SLOW) in rest[0]
     assert str(PLANNED.best.plan) in rest[1]
-    assert f"{SAVING.low_s:.3g} s x 40 steps = {SAVING.low_s * 40:.3g} s" in text
+    assert f"{SAVING.low_s:.3g} s x 50 steps = {SAVING.low_s * 50:.3g} s" in text
     assert f"rule       {decision.rule}" in text
     assert all(r.reason in text for r in PLANNED.runner_ups)
     assert PLANNED.runner_ups

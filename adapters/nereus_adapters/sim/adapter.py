@@ -1,0 +1,318 @@
+"""SimAdapter: the four primitives over a job in memory, with every invariant kept on purpose.
+
+A primitive is a transaction: prepare new shards beside the old, carry state into them, verify,
+switch units in one step, free what ended. Whatever raises before the switch leaves no trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.cluster import Device
+from nereus_core.errors import (
+    DevicesBusy,
+    Diverged,
+    Infeasible,
+    LayoutError,
+    NotAtBoundary,
+    PrimitiveError,
+    UnitLost,
+)
+from nereus_core.layout import check_layout
+from nereus_core.observation import Observation
+from nereus_core.plan import Plan, check_plan
+from nereus_core.primitives import (
+    Destroy,
+    Extend,
+    Merge,
+    OpId,
+    Primitive,
+    Split,
+    acquired,
+    check,
+    created,
+    ended,
+    model_stage_of,
+    released,
+    sources,
+    touched,
+)
+from nereus_core.sim.job import SimJob
+from nereus_core.sim.step import Live
+from nereus_core.sim.world import Array
+from nereus_core.state import Slot, slots_of, tensor_rules
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import Job, ModelStage
+
+
+class SimAdapter:
+    """Translates the four primitives to a `SimJob`. Implements `nereus_core.adapter.Adapter`."""
+
+    name = "sim"
+
+    def __init__(self, running: SimJob) -> None:
+        self._running = running
+        self._lock = threading.RLock()
+        self._receipts: dict[OpId, tuple[Primitive, Receipt]] = {}
+        self._at_work: dict[OpId, frozenset[Device]] = {}
+        self._parked: dict[UnitId, Live] = {}
+
+    # --- Reading --------------------------------------------------------------------------------
+
+    def job(self) -> Job:
+        """Static facts; failed devices are marked."""
+        return self._running.job
+
+    def units(self) -> UnitMap:
+        """Units alive now, as the job has them."""
+        return self._running.units
+
+    def observe(self) -> Observation:
+        """Drain what was seen since the last call."""
+        return self._running.seen()
+
+    def fingerprint(self, unit: UnitId) -> Fingerprint:
+        """Digest logical state tensor by tensor, whatever the layout."""
+        live = self._find(unit)
+        return Fingerprint(unit, digests(live, self.job()), dict(live.counters))
+
+    # --- Boundary -------------------------------------------------------------------------------
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        """Hold stages at the safe boundary; on leaving, the batch is shared among units alive."""
+        held = self._running.gate.close_on(stages, timeout_s)
+        try:
+            yield Boundary(held, self._running.steps)
+        finally:
+            if not self._running.linked:
+                self._running.relink()
+            self._running.gate.open()
+
+    def relink(self, plan: Plan) -> None:
+        """Share the batch among the units alive; raises PlanError when they are not the plan's."""
+        check_plan(plan, self.job())
+        self._running.relink()
+        with self._lock:
+            self._parked.clear()
+
+    # --- Primitives -----------------------------------------------------------------------------
+
+    def split(self, op: Split) -> Receipt:
+        """One unit becomes smaller ones on its own devices."""
+        return self._once(op)
+
+    def merge(self, op: Merge) -> Receipt:
+        """Identical units become one."""
+        return self._once(op)
+
+    def extend(self, op: Extend) -> Receipt:
+        """A new unit gets its state from others."""
+        return self._once(op)
+
+    def destroy(self, op: Destroy) -> Receipt:
+        """A unit ends, or goes to host memory."""
+        return self._once(op)
+
+    def close(self) -> None:
+        """Hold nothing: the job is not the adapter's."""
+
+    def _once(self, op: Primitive) -> Receipt:
+        with self._lock:
+            if op.op_id in self._receipts:
+                before, receipt = self._receipts[op.op_id]
+                if before != op:
+                    raise PrimitiveError(
+                        f"op id {op.op_id!r} was used for {before}; {op} needs its own.", op
+                    )
+                return receipt
+            self._admit(op)
+            units = self._with_parked()
+            self._at_work[op.op_id] = touched(op, units)
+        try:
+            receipt = self._perform(op, units)
+            with self._lock:
+                self._receipts[op.op_id] = (op, receipt)
+            return receipt
+        finally:
+            with self._lock:
+                del self._at_work[op.op_id]
+
+    def _admit(self, op: Primitive) -> None:
+        """Raise unless the primitive may run now; nothing has been touched."""
+        stage, gate = model_stage_of(op), self._running.gate
+        if gate.held is None or stage not in gate.held:
+            raise NotAtBoundary(str(op), op)
+        if gate.inside in {u.model_stage for u in sources(op)}:
+            raise NotAtBoundary(f"{op} reads {gate.inside}, which runs; it is", op)
+        known = self._with_parked().intact(self.job().cluster.failed)
+        gone = [u for u in (*ended(op), *sources(op)) if u not in known]
+        if lost := [u for u in gone if u in self._running.lost or u in self._parked]:
+            raise UnitLost(lost, tuple(self.units()), "a device failed")
+        check(op, self.units(), self._parked)
+        failed = self.job().cluster.failed
+        for unit in created(op):
+            if dead := sorted(set(unit.devices) & failed):
+                raise Infeasible(f"{op}: {dead[0]} has failed.", op)
+            try:
+                check_layout(self.job().model(stage), unit.layout)
+            except LayoutError as error:
+                raise Infeasible(f"{op}: {error}", op) from error
+        mine = touched(op, self._with_parked())
+        holders = [
+            (device, f"{other} (in progress)")
+            for other, devices in self._at_work.items()
+            for device in sorted(mine & devices)
+        ]
+        if holders:
+            raise DevicesBusy(str(op), holders, op)
+
+    def _perform(self, op: Primitive, units: UnitMap) -> Receipt:
+        job, clock = self._running, self._running.world.clock
+        start_s = clock.now_s()
+        job.world.moment(str(op))
+        origin = [self._find(u) for u in sources(op)]
+        if isinstance(op, Merge):
+            self._require_identical(op, origin)
+        before = {d: job.world.used_bytes(d) for d in touched(op, units)}
+        fresh: list[Live] = []
+        moved = kept = 0
+        try:
+            for unit in created(op):
+                # one by one: what was prepared before a refusal is discarded below
+                fresh.append(self._prepare(unit, op))  # noqa: PERF401
+            for live in fresh:
+                carried = self._carry(origin, live, op)
+                moved, kept = moved + carried[0], kept + carried[1]
+                self._verify(live, op)
+            job.world.alive(
+                sorted({d for live in fresh for d in live.unit.devices}), f"the end of {op}"
+            )
+            peaks = {d: max(before[d], job.world.used_bytes(d)) for d in before}
+            if isinstance(op, Destroy):
+                kept += self._end(op)
+            job.commit(ended(op), fresh)
+        except BaseException as error:
+            for live in fresh:
+                job.discard(live)
+            self._raise_lost(op, units, error)
+            raise
+        return Receipt(
+            op_id=op.op_id,
+            created=created(op),
+            ended=ended(op),
+            acquired=acquired(op, units),
+            released=released(op, units),
+            moved_bytes=moved,
+            kept_bytes=kept,
+            elapsed_s=clock.now_s() - start_s,
+            peak_bytes=peaks,
+        )
+
+    def _prepare(self, unit: Unit, op: Primitive) -> Live:
+        try:
+            return self._running.prepare(unit)
+        except Infeasible as error:
+            error.op = op
+            raise
+
+    def _carry(self, origin: Sequence[Live], live: Live, op: Primitive) -> tuple[int, int]:
+        """Copy state; return bytes moved and kept."""
+        stage = live.unit.model_stage
+        carried = self._running.carry(origin, live, slots_of(stage.stage))
+        for name in live.counters:
+            live.counters[name] = origin[0].counters[name]
+        return carried.moved_bytes, carried.kept_bytes
+
+    def _verify(self, live: Live, op: Primitive) -> None:
+        for store in live.stores:
+            if holes := store.holes():
+                raise PrimitiveError(f"{op}: no state reached {holes[0]} on {store.device}.", op)
+
+    def _end(self, op: Destroy) -> int:
+        """Hand on what a unit was doing; parked, keep its shards. Returns bytes kept."""
+        self._hand_on_requests(op.unit)
+        if not op.park:
+            return 0
+        live = self._running.live(op.unit)
+        with self._lock:
+            self._parked[op.unit] = live
+        return sum(store.num_bytes for store in live.stores)
+
+    def _hand_on_requests(self, unit: UnitId) -> None:
+        """Give requests in flight to another unit of the stage, so that none is dropped."""
+        requests = self._running.requests
+        others = [u.id for u in self.units().of(unit.model_stage) if u.id != unit]
+        if unit in requests and others:
+            requests[others[0]] = requests.get(others[0], ()) + requests.pop(unit)
+
+    def _require_identical(self, op: Merge, parents: Sequence[Live]) -> None:
+        first, names = parents[0], [p.unit.id for p in parents]
+        wanted = digests(first, self.job())
+        for other in parents[1:]:
+            found = digests(other, self.job())
+            for tensor, digest in wanted.items():
+                if found[tensor] != digest:
+                    raise Diverged(names, tensor, op)
+            for counter, value in first.counters.items():
+                if other.counters[counter] != value:
+                    raise Diverged(names, counter, op)
+
+    def _raise_lost(self, op: Primitive, units: UnitMap, error: BaseException) -> None:
+        """Turn an error into UnitLost when a device that takes part failed meanwhile."""
+        alive, part = self.units(), touched(op, units)
+        lost = [u for u in units if u not in alive and not part.isdisjoint(units[u].devices)]
+        if lost := [u for u in lost if u not in self._parked]:
+            raise UnitLost(lost, tuple(alive), str(error)) from error
+
+    # --- State ----------------------------------------------------------------------------------
+
+    def _with_parked(self) -> UnitMap:
+        return self.units().replace((), (live.unit for live in self._parked.values()))
+
+    def _find(self, unit: UnitId) -> Live:
+        with self._lock:
+            if unit in self._parked:
+                return self._parked[unit]
+            try:
+                return self._running.live(unit)
+            except KeyError:
+                raise UnitLost([unit], tuple(self.units()), "it is not alive") from None
+
+
+def logical(live: Live, job: Job) -> dict[str, Array]:
+    """Put a unit's shards together: ``slot/tensor`` -> whole array.
+
+    Raises:
+        AssertionError: ranks that hold the same part differ; names tensor and ranks.
+    """
+    whole: dict[str, Array] = {}
+    for slot in slots_of(live.unit.model_stage.stage):
+        for rule in tensor_rules(job.model(live.unit.model_stage)):
+            key = f"{slot}/{rule.name}"
+            array = np.full(rule.shape, np.nan, job.precision.compute)
+            for rank, store in enumerate(live.stores):
+                if rule.name not in store.shard:
+                    continue
+                box = store.shard[rule.name]
+                place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                part, there = store.arrays[Slot(slot), rule.name], array[place]
+                if not np.array_equal(np.where(np.isnan(there), part, there), part):
+                    raise AssertionError(f"{key}: rank {rank} differs from a rank before it")
+                array[place] = part
+            whole[key] = array
+    return whole
+
+
+def digests(live: Live, job: Job) -> dict[str, str]:
+    """Return a SHA-256 per logical tensor."""
+    return {
+        key: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+        for key, array in logical(live, job).items()
+    }

@@ -1,0 +1,115 @@
+"""The conformance harness over the simulated world."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from nereus_adapters.sim.adapter import SimAdapter, logical
+from nereus_core.cluster import Cluster, Device
+from nereus_core.device_specs import CPU_SEAT, LOOPBACK
+from nereus_core.errors import WaitTimeout
+from nereus_core.harness import StepResult, Tier
+from nereus_core.model import ModelSpec
+from nereus_core.plan import Plan
+from nereus_core.sim.job import SimJob
+from nereus_core.sim.pace import Script
+from nereus_core.sim.world import Array
+from nereus_core.state import Slot
+from nereus_core.units import UnitId
+from nereus_core.workload import ALGORITHMS, FLOAT64, Algorithm, Job, ModelStage
+
+SMALL = ModelSpec("small", "llama", 4, 16, 32, 4, 2, 4, 37, tied_embeddings=True)
+"""4 heads over 2 kv heads, tied embeddings, a vocabulary that 4 does not divide."""
+_WAIT_S = 20.0
+"""Far above any step here; chosen, not measured."""
+
+
+class SimHarness:
+    """Launches small jobs in memory. Implements `nereus_core.harness.Harness`."""
+
+    tier = Tier.CONTRACT
+    wait_s = _WAIT_S
+    """Most seconds a step waits for a boundary to close."""
+
+    def __init__(self) -> None:
+        self._running: SimJob | None = None
+
+    def job(self, algorithm: Algorithm = "grpo") -> Job:
+        """One node of four devices, a model of ten thousand parameters, a batch of eight."""
+        critic = {"critic": SMALL.as_critic("small-critic")} if algorithm == "ppo" else {}
+        return Job(
+            workload=ALGORITHMS[algorithm](),
+            models={"actor": SMALL, "ref": SMALL, **critic},
+            cluster=Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK),
+            global_batch=8,
+            max_prompt_tokens=8,
+            max_response_tokens=32,
+            precision=FLOAT64,
+        )
+
+    def launch(self, job: Job, plan: Plan) -> SimAdapter:
+        """Start a job with seed 0."""
+        script = Script(seed=0, response_tokens=lambda step: 16.0 + step)
+        self._running = SimJob(job, plan, script=script, wait_s=self.wait_s)
+        return SimAdapter(self._running)
+
+    @property
+    def running_job(self) -> SimJob:
+        """The job launched last."""
+        if self._running is None:
+            raise RuntimeError("launch a job first")
+        return self._running
+
+    def step(self) -> StepResult:
+        """Run one RL step."""
+        return self.running_job.step()
+
+    @contextmanager
+    def running(self, stage: ModelStage) -> Iterator[None]:
+        """Hold a step in flight inside a stage."""
+        job, raised = self.running_job, list[BaseException]()
+
+        def run() -> None:
+            try:
+                job.step()
+            except BaseException as error:
+                raised.append(error)
+
+        job.gate.stop_at(stage)
+        thread = threading.Thread(target=run, name="step in flight")
+        thread.start()
+        try:
+            job.gate.wait_stopped()
+            yield
+        finally:
+            job.gate.go_on()
+            thread.join(_WAIT_S)
+        if thread.is_alive():
+            raise WaitTimeout(f"the step held inside {stage} to finish", _WAIT_S)
+        if raised:
+            raise raised[0]
+
+    def disturb(self, unit: UnitId, tensor: str) -> None:
+        """Add one to a tensor of one unit."""
+        slot, _, name = tensor.partition("/")
+        for store in self.running_job.live(unit).stores:
+            if name in store.shard:
+                store.arrays[Slot(slot), name][...] += 1
+
+    def peek(self, unit: UnitId) -> Mapping[str, Array]:
+        """Return the whole logical state of a unit, copied."""
+        return logical(self.running_job.live(unit), self.running_job.job)
+
+    def memory_bytes(self, device: Device) -> int:
+        """Bytes of the arrays on a device."""
+        return self.running_job.world.used_bytes(device)
+
+    def fail(self, device: Device) -> None:
+        """Lose a device."""
+        self.running_job.fail(device)
+
+    def close(self) -> None:
+        """Forget the job."""
+        self._running = None

@@ -1,0 +1,288 @@
+"""TorchAdapter: the four primitives over a TorchJob."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from nereus_adapters.torch.engine import combine
+from nereus_adapters.torch.job import TorchJob
+from nereus_adapters.torch.move import Move
+from nereus_adapters.torch.sync import TORN
+from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.cluster import Device
+from nereus_core.errors import (
+    DevicesBusy,
+    Diverged,
+    Infeasible,
+    LayoutError,
+    NereusError,
+    NotAtBoundary,
+    OutOfDeviceMemory,
+    PlanError,
+    PrimitiveError,
+    UnitLost,
+)
+from nereus_core.layout import check_layout
+from nereus_core.observation import Observation
+from nereus_core.plan import Placement, Plan, check_plan
+from nereus_core.primitives import (
+    Destroy,
+    Extend,
+    Merge,
+    OpId,
+    Primitive,
+    Split,
+    acquired,
+    check,
+    created,
+    ended,
+    model_stage_of,
+    released,
+    sources,
+    touched,
+)
+from nereus_core.state import placed, shard_bytes
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import Job, ModelStage, Stage
+
+
+class TorchAdapter:
+    """Implements `nereus_core.adapter.Adapter`.
+
+    Primitives on disjoint devices may run at once, from several threads.
+    """
+
+    name = "torch"
+
+    def __init__(self, running: TorchJob) -> None:
+        self._running = running
+        self._lock = threading.RLock()
+        self._receipts: dict[OpId, tuple[Primitive, Receipt]] = {}
+        self._at_work: dict[OpId, frozenset[Device]] = {}
+        self._known: dict[UnitId, Unit] = dict(running.units)
+
+    # --- Reading ------------------------------------------------------------------------------
+
+    def job(self) -> Job:
+        """Static facts; failed devices are marked."""
+        return self._running.job
+
+    def units(self) -> UnitMap:
+        """Units alive: all of whose seats answer."""
+        return self._running.units
+
+    def observe(self) -> Observation:
+        """Drain what was seen since the last call."""
+        return self._running.observe()
+
+    def fingerprint(self, unit: UnitId) -> Fingerprint:
+        """Digest logical state where it lies; partial digests of the ranks add up."""
+        fleet = self._running.fleet
+        found = self._find(unit)
+        digests = fleet.settle(fleet.send({unit: {}}, "digests"), self._running.settings.transfer_s)
+        counters = {k: int(v) for k, v in fleet.counters(found).items()}
+        return Fingerprint(unit, combine([a.value for a in digests]), counters)
+
+    # --- Boundary -----------------------------------------------------------------------------
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        """Hold stages at the safe boundary; on leaving, the job is linked for the units alive."""
+        running = self._running
+        held = running.gate.close_on(stages, timeout_s)
+        try:
+            yield Boundary(held, running.steps_done)
+        finally:
+            # What keeps the job from being linked now is raised by the next step, which links too.
+            with suppress(NereusError):
+                running.relink()
+            running.gate.open()
+
+    def relink(self, plan: Plan) -> None:
+        """Rebuild groups and routing; raises PlanError when the units alive are not the plan's."""
+        running = self._running
+        check_plan(plan, running.job)
+        for stage, placement in plan.items():
+            alive = running.units.of(stage)
+            wanted = sorted((placement.layout, devices) for devices in placement.units)
+            if sorted((u.layout, u.devices) for u in alive) != wanted:
+                there = ", ".join(map(str, alive)) or "no unit"
+                raise PlanError([f"{stage}: {there} alive, the plan says {_spelled(placement)}"])
+        running.relink()
+
+    def close(self) -> None:
+        """Hold nothing: the job is not the adapter's."""
+
+    # --- Primitives ---------------------------------------------------------------------------
+
+    def split(self, op: Split) -> Receipt:
+        """One unit becomes smaller ones on its own devices."""
+        return self._once(op)
+
+    def merge(self, op: Merge) -> Receipt:
+        """Identical units become one; raises Diverged when they differ."""
+        return self._once(op)
+
+    def extend(self, op: Extend) -> Receipt:
+        """A new unit gets its state from others, which share the sending."""
+        return self._once(op)
+
+    def destroy(self, op: Destroy) -> Receipt:
+        """A unit ends; parked, its shards go to host memory."""
+        return self._once(op)
+
+    def _once(self, op: Primitive) -> Receipt:
+        with self._lock:
+            if op.op_id in self._receipts:
+                before, receipt = self._receipts[op.op_id]
+                if before != op:
+                    raise PrimitiveError(
+                        f"op id {op.op_id!r} was used for {before}; {op} needs its own.", op
+                    )
+                return receipt
+            readable = self._readable()
+            self._admit(op, readable)
+            self._at_work[op.op_id] = touched(op, readable)
+        try:
+            start_s = time.perf_counter()
+            moved, kept, peaks = self._perform(op, readable)
+            receipt = Receipt(
+                op_id=op.op_id,
+                created=created(op),
+                ended=ended(op),
+                acquired=acquired(op, readable),
+                released=released(op, readable),
+                moved_bytes=moved,
+                kept_bytes=kept,
+                elapsed_s=time.perf_counter() - start_s,
+                peak_bytes=peaks,
+            )
+            with self._lock:
+                self._receipts[op.op_id] = (op, receipt)
+                self._known.update({u.id: u for u in created(op)})
+            return receipt
+        finally:
+            with self._lock:
+                del self._at_work[op.op_id]
+
+    def _admit(self, op: Primitive, readable: UnitMap) -> None:
+        """Raise unless the primitive may run now; nothing has been touched."""
+        gate, units = self._running.gate, self.units()
+        stage = model_stage_of(op)
+        if gate.held is None or stage not in gate.held:
+            raise NotAtBoundary(str(op), op)
+        if set(gate.inside) & {u.model_stage for u in sources(op)}:
+            raise NotAtBoundary(f"{op} reads a stage that runs; it is", op)
+        lost = [
+            u for u in (*ended(op), *sources(op)) if u not in readable and u in self._known
+            and not self._running.job.cluster.failed.isdisjoint(self._known[u].devices)
+        ]  # fmt: skip
+        if lost:
+            raise UnitLost(lost, tuple(units), "a device failed")
+        check(op, units, self._running.fleet.parked)
+        failed = self.job().cluster.failed
+        for unit in created(op):
+            if gone := sorted(set(unit.devices) & failed):
+                raise Infeasible(f"{op}: {gone[0]} has failed.", op)
+            try:
+                check_layout(self.job().model(stage), unit.layout)
+            except LayoutError as error:
+                raise Infeasible(f"{op}: {error}", op) from error
+        mine = touched(op, readable)
+        busy = [
+            (device, f"{other} (in progress)")
+            for other, devices in self._at_work.items()
+            for device in sorted(mine & devices)
+        ]
+        if busy:
+            raise DevicesBusy(str(op), busy, op)
+
+    def _perform(self, op: Primitive, readable: UnitMap) -> tuple[int, int, dict[Device, int]]:
+        """Do it; return bytes moved, bytes kept and peaks."""
+        running = self._running
+        if isinstance(op, Destroy):
+            unit = readable[op.unit]
+            running.fleet.drop(unit, park=op.park)
+            running.fleet.replace([op.unit], (), [unit] if op.park else ())
+            return 0, 0, {}
+        origin = tuple(readable[u] for u in sources(op))
+        if isinstance(op, Merge) and len(origin) > 1:
+            self._require_identical(op)
+        counters = self._counters(op, origin)
+        move = Move.plan(
+            str(op.op_id),
+            origin,
+            tuple(readable[u] for u in ended(op)),
+            created(op),
+            running.item_bytes(model_stage_of(op).stage),
+            running.fleet,
+        )
+        self._require_memory(op, move)
+        try:
+            peaks = move.run(
+                running.fleet, counters, running.settings.bucket_bytes, running.settings.transfer_s
+            )
+        except UnitLost as error:
+            error.op = op
+            raise
+        return move.moved_bytes, move.kept_bytes, peaks
+
+    def _counters(self, op: Primitive, origin: tuple[Unit, ...]) -> dict[str, int | float]:
+        """Return the counters of the new units: those of their source."""
+        found = self._running.fleet.counters(origin[0])
+        if found["weight_version"] == TORN:
+            raise PrimitiveError(
+                f"{op}: weights of {origin[0].id} are torn by a synchronisation that was cut "
+                "short; run a step first.",
+                op,
+            )
+        if model_stage_of(op).stage is not Stage.TRAIN:
+            return {**found, "step": 0}
+        return found
+
+    def _require_identical(self, op: Merge) -> None:
+        first = self.fingerprint(op.parents[0])
+        for parent in op.parents[1:]:
+            other = self.fingerprint(parent)
+            for tensor, digest in first.tensors.items():
+                if other.tensors[tensor] != digest:
+                    raise Diverged(op.parents, tensor, op)
+            for counter, value in first.steps.items():
+                if other.steps[counter] != value:
+                    raise Diverged(op.parents, counter, op)
+
+    def _require_memory(self, op: Primitive, move: Move) -> None:
+        """Raise OutOfDeviceMemory unless new shards fit beside what the devices hold."""
+        job = self.job()
+        have = job.cluster.device_spec.memory_bytes
+        for device, staged in sorted(move.fetched_bytes().items()):
+            need = staged + self._held_bytes(device, job)
+            if need > have:
+                error = OutOfDeviceMemory(str(op), device, need, have)
+                error.op = op
+                raise error
+
+    def _held_bytes(self, device: Device, job: Job) -> int:
+        return sum(
+            shard_bytes(shard, job.precision, unit.model_stage.stage)
+            for unit in self.units().on(device)
+            for where, shard in placed(job.model(unit.model_stage), unit.layout, unit.devices)
+            if where == device
+        )
+
+    def _readable(self) -> UnitMap:
+        """Units that state can be read from: alive or parked."""
+        return self.units().replace((), self._running.fleet.parked.values())
+
+    def _find(self, unit: UnitId) -> Unit:
+        units = self.units()
+        if unit not in units:
+            raise UnitLost([unit], tuple(units), "it is not alive")
+        return units[unit]
+
+
+def _spelled(placement: Placement) -> str:
+    return f"{placement} on {[list(map(str, unit)) for unit in placement.units]}"

@@ -1,0 +1,37 @@
+"""What runs inside a seat: a real decoder under tensor, pipeline and data parallelism."""
+
+from nereus_adapters.torch.engine.checkpoint import export_model
+from nereus_adapters.torch.engine.digest import combine
+from nereus_adapters.torch.engine.groups import (
+    Group,
+    PeerLost,
+    UnitGroups,
+    make_group,
+    make_unit_groups,
+    members,
+)
+from nereus_adapters.torch.engine.shard import UnitShard
+from nereus_adapters.torch.engine.types import (
+    Batch,
+    Generated,
+    LossSpec,
+    OptimizerSpec,
+    TrainMetrics,
+)
+
+__all__ = [
+    "Batch",
+    "Generated",
+    "Group",
+    "LossSpec",
+    "OptimizerSpec",
+    "PeerLost",
+    "TrainMetrics",
+    "UnitGroups",
+    "UnitShard",
+    "combine",
+    "export_model",
+    "make_group",
+    "make_unit_groups",
+    "members",
+]

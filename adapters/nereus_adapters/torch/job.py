@@ -1,0 +1,289 @@
+"""TorchJob: a running RL job on seats. It knows units, steps and devices, and no primitive."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+from nereus_adapters.torch.fleet import Fleet, Pool
+from nereus_adapters.torch.gate import Gate
+from nereus_adapters.torch.rl.rollout import Rollout
+from nereus_adapters.torch.rl.tasks import Task
+from nereus_adapters.torch.settings import RlSettings
+from nereus_adapters.torch.steps import Steps
+from nereus_adapters.torch.values import Memory, ModelSource
+from nereus_adapters.torch.weights import Weights
+from nereus_core.cluster import Device
+from nereus_core.errors import NereusError, UnitLost, Unsupported
+from nereus_core.observation import Observation, TokenStats
+from nereus_core.plan import Plan, check_plan
+from nereus_core.state import Slot, slots_of
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import Job, Stage
+
+
+class TorchJob:
+    """A running job.
+
+    `step` may be called from one thread while another changes units at a boundary: the gate keeps
+    them apart. A step that is cut short leaves its rollout, and the next call goes on from it.
+
+    Args:
+        job: what runs; its cluster lists the devices of the pool.
+        plan: where it runs at first.
+        sources: model -> shapes, configuration and start-up weights.
+        task: prompts and rewards.
+        settings: hyperparameters and limits.
+        pool: seats; started where they are not, closed with the job when ``owns_pool``.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        sources: Mapping[str, ModelSource],
+        task: Task,
+        settings: RlSettings,
+        pool: Pool,
+        *,
+        owns_pool: bool = True,
+    ) -> None:
+        if job.workload.asynchronous:
+            raise Unsupported("an asynchronous workload", "generation waits for weights here")
+        check_plan(plan, job)
+        self._job, self.settings, self._owns_pool = job, settings, owns_pool
+        self.steps_done = 0
+        self.gate = Gate(settings.boundary_s)
+        self.fleet = Fleet(pool, sources, settings.step_s)
+        self.weights = Weights(
+            self.fleet, job.workload, job.precision.param_bytes, settings.bucket_bytes
+        )
+        self._steps = Steps(job, self.fleet, self.gate, task, settings)
+        self._rollout: Rollout | None = None
+        self.last: Rollout | None = None
+        """Of the step completed last."""
+        self.served: dict[UnitId, int] = {}
+        """Weight version that each unit generated the last rollout with."""
+        self._retired: frozenset[Device] = frozenset()
+        self._draining: frozenset[Device] = frozenset()
+        self._seen: Observation | None = None
+        self._lock = threading.RLock()
+        try:
+            pool.start(job.cluster.healthy)
+            self.fleet.build(
+                Unit(UnitId(stage, serial), placement.layout, devices)
+                for stage, placement in plan.items()
+                for serial, devices in enumerate(placement.units)
+            )
+            self.relink()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- Reading ------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> Job:
+        """Static facts, on the cluster as it is now."""
+        cluster = self._job.cluster
+        gone = set(cluster.devices) - self.fleet.pool.alive
+        return self._job.on(cluster.without(gone | self._retired))
+
+    @property
+    def units(self) -> UnitMap:
+        """Units alive."""
+        return self.fleet.units
+
+    @property
+    def draining(self) -> frozenset[Device]:
+        """Devices that will leave once no unit is on them."""
+        return self._draining
+
+    def item_bytes(self, stage: Stage) -> dict[Slot, int]:
+        """Bytes of one element of every slot that a stage keeps."""
+        precision = self._job.precision
+        return {
+            slot: precision.param_bytes if slot is Slot.PARAM else precision.moment_bytes
+            for slot in slots_of(stage)
+        }
+
+    def observe(self) -> Observation:
+        """Return what was seen since the last call; touches no seat."""
+        with self._lock:
+            seen, self._seen = self._seen, None
+        healthy = frozenset(self.job.cluster.healthy)
+        if seen is None:
+            nothing = TokenStats.of([])
+            return Observation(
+                self.steps_done - 1, 0.0, {}, nothing, nothing, {}, healthy, self._draining
+            )
+        return Observation(
+            seen.step, seen.step_s, seen.stage_s, seen.prompt_tokens, seen.response_tokens,
+            seen.peak_bytes, healthy, self._draining, seen.efficiency, seen.metrics,
+        )  # fmt: skip
+
+    # --- Steps --------------------------------------------------------------------------------
+
+    def step(self) -> Mapping[str, float]:
+        """Run one RL step, or the rest of the one that was cut short.
+
+        Returns:
+            The job's own figures: reward, and loss, grad_norm ... of every trained model.
+
+        Raises:
+            UnitLost: a seat ended; names units lost and intact. Once units are replaced, call
+                again.
+        """
+        with self.gate.step():
+            start_s = time.perf_counter()
+            self.fleet.reap()
+            if self.fleet.unheard:
+                raise UnitLost(self.fleet.unheard, tuple(self.units), "before the step")
+            try:
+                rollout = self._run()
+            except Exception as error:
+                self._cut_short(error)
+                raise
+            self._finish(rollout, time.perf_counter() - start_s)
+            return self._seen.metrics if self._seen is not None else {}
+
+    def _run(self) -> Rollout:
+        self._steps.stage_s.clear()
+        if self._rollout is None:
+            self._rollout = self._steps.begin(self.steps_done)
+        rollout = self._rollout
+        self.fleet.link()
+        if rollout.generated is None:
+            self._synchronize()
+            self.served = {
+                u.id: int(self.fleet.counters(u)["weight_version"])
+                for stage in self.units.stages()
+                if stage.stage is Stage.GENERATE
+                for u in self.units.of(stage)
+            }
+        self._steps.generate(rollout)
+        self._steps.score(rollout)
+        self._steps.train(rollout)
+        self._synchronize()
+        return rollout
+
+    def _synchronize(self) -> None:
+        pairs = self.weights.followers()
+        with self.gate.stages(sorted({stage for pair in pairs for stage in pair})):
+            self.weights.synchronize()
+
+    def _cut_short(self, error: Exception) -> None:
+        """After a failure: forget broken groups, keep units of one mind, name what is lost."""
+        self.fleet.unlinked()
+        self.weights.forget()
+        lost = [u.id for u in self.fleet.reap()]
+        lost += [u.id for u in self._left_behind()]
+        if lost:
+            raise UnitLost(lost, tuple(self.units), str(error)) from error
+
+    def _left_behind(self) -> tuple[Unit, ...]:
+        """Drop train units that missed an update which others made; return them."""
+        behind: list[Unit] = []
+        for stage in self.units.stages():
+            if stage.stage is not Stage.TRAIN:
+                continue
+            steps = {u: self._steps_of(u) for u in self.units.of(stage)}
+            whole = [min(s) for s in steps.values() if len(s) == 1]
+            newest = max(whole, default=-1)
+            behind += [u for u, s in steps.items() if s != {newest}]
+            if self._rollout is not None and newest <= self._rollout.step:
+                self._rollout.metrics.pop(stage.model, None)
+        self.fleet.discard(behind)
+        return tuple(behind)
+
+    def _steps_of(self, unit: Unit) -> set[int]:
+        """Optimizer steps of a unit's ranks: one number, or more when it broke in between."""
+        calls = self.fleet.send({unit.id: {}}, "counters")
+        return {int(a.value["step"]) for a in self.fleet.settle(calls, self.settings.step_s)}
+
+    def _finish(self, rollout: Rollout, step_s: float) -> None:
+        assert rollout.generated is not None
+        assert rollout.scores is not None
+        metrics = {"reward": float(rollout.scores.mean())}
+        for model, found in rollout.metrics.items():
+            for name in ("loss", "grad_norm", "lr", "entropy", "kl", "clip_fraction"):
+                metrics[f"{model}/{name}"] = float(getattr(found, name))
+        peaks = self.peak_bytes()
+        seen = Observation(
+            step=rollout.step,
+            step_s=step_s,
+            stage_s=dict(self._steps.stage_s),
+            prompt_tokens=TokenStats.of([len(p.tokens) for p in rollout.prompts]),
+            response_tokens=TokenStats.of([len(t) for t in rollout.generated.tokens]),
+            peak_bytes=peaks,
+            healthy=frozenset(self.job.cluster.healthy),
+            draining=self._draining,
+            metrics=metrics,
+        )
+        with self._lock:
+            self._seen = seen
+        self.last, self._rollout = rollout, None
+        self.steps_done += 1
+
+    def peak_bytes(self) -> dict[Device, int]:
+        """Return the peak of state bytes per seat since the last call."""
+        alive = self.fleet.pool.alive
+        calls = self.fleet.pool.send({d: ("memory", {"reset": True}) for d in alive})
+        answers = self.fleet.settle(calls, self.settings.step_s)
+        found: dict[Device, int] = {}
+        for call, answer in zip(calls, answers, strict=True):
+            memory: Memory = answer.value
+            found[call.device] = memory.peak_bytes
+        return found
+
+    # --- Units and devices --------------------------------------------------------------------
+
+    def relink(self) -> None:
+        """Rebuild groups and routing for the units alive; losses count as heard."""
+        self.fleet.reap()
+        self.fleet.link()
+        self.fleet.unpark()
+        self.fleet.unheard = ()
+        self._retire()
+
+    def take(self, devices: Iterable[Device]) -> None:
+        """Announce that devices will leave: once no unit is on them, their seats end."""
+        self._draining |= self._known(devices) & self.fleet.pool.alive
+        self._retire()
+
+    def kill(self, device: Device) -> None:
+        """End a seat without notice."""
+        self.fleet.pool.kill(device)
+
+    def give(self, devices: Iterable[Device]) -> None:
+        """Devices are back: start their seats; returns when they are up."""
+        back = self._known(devices)
+        self.fleet.reap()  # a unit that was on the old seat is not on the new one
+        self.fleet.pool.start(sorted(back))
+        self._retired -= back
+        self._draining -= back
+
+    def _retire(self) -> None:
+        """End the seats of draining devices that no unit is on."""
+        for device in sorted(self._draining):
+            if not self.units.on(device):
+                self._draining -= {device}
+                self._retired |= {device}
+                self.fleet.pool.stop(device)
+
+    def _known(self, devices: Iterable[Device]) -> frozenset[Device]:
+        wanted = frozenset(devices)
+        if unknown := sorted(wanted - set(self._job.cluster.devices)):
+            known = ", ".join(map(str, self._job.cluster.devices))
+            raise NereusError(f"no device {unknown[0]} in this job; it has {known}.")
+        return wanted
+
+    def close(self) -> None:
+        """End the job; its seats too when they are its own. Safe to call twice."""
+        pool = self.fleet.pool
+        if self._owns_pool:
+            pool.close()
+            return
+        calls = pool.send({device: ("reset", {}) for device in pool.alive})
+        self.fleet.settle(calls, self.settings.step_s)

@@ -1,0 +1,190 @@
+"""Move: the driver's side of one primitive: who takes part, the phases, and the way back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nereus_adapters.torch.channel import Pending
+from nereus_adapters.torch.fleet import Fleet
+from nereus_adapters.torch.routing import buckets, ranks
+from nereus_adapters.torch.values import Bucket, Meeting, Memory, SeatPart
+from nereus_core.cluster import Device
+from nereus_core.errors import UnitLost
+from nereus_core.state import Route, Slot, placed, routes
+from nereus_core.units import Unit
+
+_attempts = itertools.count()
+"""Makes the names of groups and transfers unique: an op may be tried again after it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """State on its way from units to units."""
+
+    name: str
+    sources: tuple[Unit, ...]
+    ending: tuple[Unit, ...]
+    created: tuple[Unit, ...]
+    routes: tuple[Route, ...]
+    item_bytes: Mapping[Slot, int]
+    """Slots that move, with the bytes of one element."""
+
+    @classmethod
+    def plan(
+        cls,
+        name: str,
+        sources: tuple[Unit, ...],
+        ending: tuple[Unit, ...],
+        created: tuple[Unit, ...],
+        item_bytes: Mapping[Slot, int],
+        fleet: Fleet,
+    ) -> Move:
+        """Find the routes; raises KeyError when a part is held by no source."""
+        model = fleet.sources[created[0].model_stage.model].spec
+        before = [pair for u in sources for pair in placed(model, u.layout, u.devices)]
+        after = [pair for u in created for pair in placed(model, u.layout, u.devices)]
+        return cls(name, sources, ending, created, routes(before, after), item_bytes)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross between devices."""
+        return self._bytes(local=False)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay on their device."""
+        return self._bytes(local=True)
+
+    def _bytes(self, *, local: bool) -> int:
+        elements = sum(r.box.num_elements for r in self.routes if r.is_local is local)
+        return elements * sum(self.item_bytes.values())
+
+    def fetched_bytes(self) -> dict[Device, int]:
+        """Bytes per device that are staged beside what it holds."""
+        ending = {d for u in self.ending for d in u.devices}
+        found: dict[Device, int] = {}
+        for route in self.routes:
+            # Parts of a unit that ends are taken over; of one that stays, copied.
+            if not (route.is_local and route.target in ending):
+                size = route.box.num_elements * sum(self.item_bytes.values())
+                found[route.target] = found.get(route.target, 0) + size
+        return found
+
+    def run(
+        self, fleet: Fleet, counters: Mapping[str, int | float], bucket_bytes: int, timeout_s: float
+    ) -> dict[Device, int]:
+        """Prepare, transfer, verify, commit, release.
+
+        Returns:
+            Peak state bytes per device that took part.
+
+        Raises:
+            UnitLost: a seat died or hung; before commit, everything else is as it was.
+            Exception: what a seat raised before commit; all units are as they were.
+        """
+        op = f"{self.name}/{next(_attempts)}"
+        parts = self._parts(fleet, op, counters, bucket_bytes, timeout_s)
+        try:
+            fleet.settle(
+                fleet.pool.send({d: ("prepare", {"part": p}) for d, p in parts.items()}), timeout_s
+            )
+            for phase in ("transfer", "verify"):
+                self._phase(fleet, parts, phase, op, timeout_s)
+        except Exception as error:
+            self._abandon(fleet, parts, op, timeout_s)
+            if lost := self._lost(fleet, parts):
+                raise UnitLost([u.id for u in lost], tuple(fleet.units), str(error)) from error
+            raise
+        peaks = self._commit(fleet, parts, op, timeout_s)
+        alive = fleet.pool.alive
+        standing = [u for u in self.created if alive.issuperset(u.devices)]
+        gone = [u for u in self.created if u not in standing]
+        fleet.replace((u.id for u in self.ending), standing)
+        lost_too = self._lost(fleet, parts)
+        for unit in gone:
+            fleet.drop(unit)
+        self._phase(fleet, {d: p for d, p in parts.items() if d in alive}, "release", op, timeout_s)
+        if gone or lost_too:
+            lost_ids = sorted({u.id for u in (*gone, *lost_too)})
+            raise UnitLost(lost_ids, tuple(fleet.units), f"a seat ended in commit of {self.name}")
+        return peaks
+
+    def _lost(self, fleet: Fleet, parts: Mapping[Device, SeatPart]) -> list[Unit]:
+        """Return units that are gone with a seat that took part; others are not its matter."""
+        return [u for u in fleet.reap() if not parts.keys().isdisjoint(u.devices)]
+
+    def _phase(
+        self, fleet: Fleet, parts: Mapping[Device, SeatPart], phase: str, op: str, timeout_s: float
+    ) -> None:
+        calls = {device: (phase, {"op": op}) for device in parts}
+        fleet.settle(fleet.pool.send(calls), timeout_s)
+
+    def _abandon(
+        self, fleet: Fleet, parts: Mapping[Device, SeatPart], op: str, timeout_s: float
+    ) -> None:
+        alive = {d: p for d, p in parts.items() if d in fleet.pool.alive}
+        self._phase(fleet, alive, "abandon", op, timeout_s)
+
+    def _commit(
+        self, fleet: Fleet, parts: Mapping[Device, SeatPart], op: str, timeout_s: float
+    ) -> dict[Device, int]:
+        """Commit on every seat that is alive; one that cannot, even when asked again, is ended."""
+        peaks: dict[Device, int] = {}
+        for pending in fleet.pool.send({device: ("commit", {"op": op}) for device in parts}):
+            memory = self._committed(fleet, pending, timeout_s)
+            if memory is None and pending.device in fleet.pool.alive:
+                again = fleet.pool.send({pending.device: ("commit", {"op": op})})[0]
+                memory = self._committed(fleet, again, timeout_s)
+                if memory is None:
+                    fleet.pool.kill(pending.device)
+            if memory is not None:
+                peaks[pending.device] = memory.peak_bytes
+        return peaks
+
+    def _committed(self, fleet: Fleet, pending: Pending, timeout_s: float) -> Memory | None:
+        try:
+            memory: Memory = fleet.settle([pending], timeout_s)[0].value
+        except Exception:  # past the point of no return: what counts is whether the seat lives
+            return None
+        return memory
+
+    def _parts(
+        self,
+        fleet: Fleet,
+        op: str,
+        counters: Mapping[str, int | float],
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> dict[Device, SeatPart]:
+        numbering = ranks(self.routes)
+        messages = buckets(self.routes, self.item_bytes, numbering, bucket_bytes)
+        by_rank: dict[int, list[Bucket]] = {rank: [] for rank in numbering.values()}
+        for message in messages:
+            by_rank[message.source].append(message)
+            by_rank[message.target].append(message)
+        targets = {d: (u, rank) for u in self.created for rank, d in enumerate(u.devices)}
+        taking_part = set(targets) | {d for u in self.ending for d in u.devices} | set(numbering)
+
+        def part(device: Device) -> SeatPart:
+            unit, local_rank = targets.get(device, (None, 0))
+            mine = [r for r in self.routes if r.target == device]
+            crosses = device in numbering
+            return SeatPart(
+                op=op,
+                meeting=Meeting(
+                    op, numbering.get(device, 0), len(numbering) if crosses else 1, timeout_s
+                ),
+                sources=tuple(u.id for u in self.sources if device in u.devices),
+                ending=tuple(u.id for u in self.ending if device in u.devices),
+                target=None if unit is None else unit.id,
+                spec=None if unit is None else fleet.spec(unit, local_rank),
+                slots=tuple(self.item_bytes),
+                kept=tuple((r.tensor, r.box) for r in mine if r.is_local),
+                fetched=tuple((r.tensor, r.box) for r in mine if not r.is_local),
+                buckets=tuple(by_rank[numbering[device]]) if crosses else (),
+                counters=counters,
+            )
+
+        return {device: part(device) for device in sorted(taking_part)}

@@ -1,0 +1,1 @@
+"""The reinforcement-learning part of a job: tasks, rollouts, advantages."""

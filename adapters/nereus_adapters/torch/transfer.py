@@ -1,0 +1,225 @@
+"""Transfer: a seat's side of one primitive: prepare, transfer, verify, commit, release.
+
+The new shard comes to stand beside the old one. What the seat holds already is not sent: an
+unchanged box is adopted, a box that is partly there is assembled at commit, tensor by tensor, and
+only its missing parts are staged. So a seat never holds two whole copies of what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.engine import Group, UnitShard, make_group
+from nereus_adapters.torch.exchange import Garbled, Locate, exchange
+from nereus_adapters.torch.values import Bucket, Region, SeatPart
+from nereus_core.state import Box, Slot
+from nereus_core.units import UnitId
+
+Key = tuple[Slot, str]
+
+
+class Transfer:
+    """One primitive on one seat. `commit` is the point of no return; until then, `abandon`."""
+
+    def __init__(
+        self,
+        part: SeatPart,
+        units: Mapping[UnitId, UnitShard],
+        device: torch.device,
+        accountant: Accountant,
+    ) -> None:
+        self.part = part
+        self._units, self._device, self._accountant = units, device, accountant
+        self._new: UnitShard | None = None
+        self._fresh: dict[Key, torch.Tensor] = {}
+        self._patches: dict[Key, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+        self._adopted: set[str] = set()
+        self._done: set[str] = set()
+        self._group: Group | None = None
+        self._wrong: list[Bucket] = []
+
+    def prepare(self) -> None:
+        """Build the new shard's modules and the storage of what will arrive."""
+        if self.part.spec is None:
+            return
+        self._new = self.part.spec.build(self._device)
+        fetched = _by_name(self.part.fetched)
+        for name in self._new.names:
+            box = self._new.box(name)
+            old = self._ending_shard(name)
+            for slot in self.part.slots:
+                dtype = self._new.dtype(slot)
+                if old is None or box.intersect(old.box(name)) is None:
+                    self._fresh[slot, name] = self._accountant.empty(box.shape, dtype, self._device)
+                elif old.box(name) == box:
+                    self._adopted.add(name)
+                else:
+                    self._patches[slot, name] = [
+                        (b, self._accountant.empty(b.shape, dtype, self._device))
+                        for b in fetched[name]
+                    ]
+
+    def meet(self, store: torch.distributed.Store) -> None:
+        """Join the group of the seats that exchange state."""
+        meeting = self.part.meeting
+        if meeting.size > 1:
+            self._group = make_group(
+                store, meeting.name, meeting.rank, meeting.size, self._device, meeting.timeout_s
+            )
+
+    def transfer(self) -> None:
+        """Copy what lies on this seat in a unit that stays; exchange the rest with other seats."""
+        with torch.no_grad():
+            for name, box in self.part.kept:
+                for slot in self.part.slots:
+                    if (slot, name) in self._fresh:
+                        self._write(slot, name, box).copy_(self._read(slot, name, box))
+            if self._group is not None:
+                self._wrong = exchange(
+                    self._group, self.part.buckets, self._read, self._write, self._dtype,
+                    self._device,
+                )  # fmt: skip
+
+    def verify(self) -> None:
+        """Raise Garbled when something arrived changed."""
+        if self._wrong:
+            raise Garbled(self._wrong[0])
+
+    def commit(self) -> UnitShard | None:
+        """Give the new shard its storage, taking it from the old shards; these are empty then.
+
+        May be called again when it raised: it goes on where it stopped.
+        """
+        new, wanted = self._new, self._patched_names()
+        for unit in self.part.ending:
+            shard = self._units[unit]
+            for name in shard.names:
+                if name not in wanted and name not in self._adopted:
+                    self._forget(shard, name)
+        if new is None:
+            return None
+        with torch.no_grad():
+            for name in new.names:
+                if name not in self._done:
+                    new.replace(self._assembled(new, name))
+                    self._done.add(name)
+        self._fresh.clear()
+        new.counters.update(self.part.counters)
+        for unit in self.part.ending:
+            # Slots that the new shard does not have.
+            for name in self._units[unit].names:
+                self._forget(self._units[unit], name)
+        return new
+
+    def _assembled(self, new: UnitShard, name: str) -> dict[Key, torch.Tensor]:
+        box, old = new.box(name), self._ending_shard(name)
+        found: dict[Key, torch.Tensor] = {}
+        for slot in self.part.slots:
+            if (slot, name) in self._fresh:
+                found[slot, name] = self._fresh.pop((slot, name))
+                continue
+            assert old is not None
+            if name in self._adopted:
+                found[slot, name] = old.tensor(slot, name)
+                self._blank(old, slot, name)
+                continue
+            whole = self._accountant.empty(box.shape, new.dtype(slot), self._device)
+            common = box.intersect(old.box(name))
+            assert common is not None
+            whole[common.within(box)] = old.tensor(slot, name)[common.within(old.box(name))]
+            for patch, tensor in self._patches[slot, name]:
+                whole[patch.within(box)] = tensor
+                self._accountant.drop(tensor.nbytes)
+            del self._patches[slot, name]
+            self._accountant.drop(old.tensor(slot, name).nbytes)
+            self._blank(old, slot, name)
+            found[slot, name] = whole
+        return found
+
+    def abandon(self) -> None:
+        """Drop what was staged; the units are as they were."""
+        for tensor in self._fresh.values():
+            self._accountant.drop(tensor.nbytes)
+        for patches in self._patches.values():
+            for _, tensor in patches:
+                self._accountant.drop(tensor.nbytes)
+        self._fresh.clear()
+        self._patches.clear()
+        self._new = None
+        self.release()
+
+    def release(self) -> None:
+        """Give up the transfer group; peers that still wait on it fail at once."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    # --- Where a region lies ------------------------------------------------------------------
+
+    def _read(self, slot: Slot, name: str, box: Box) -> torch.Tensor:
+        return reader(self._units, self.part.sources, self._device)(slot, name, box)
+
+    def _write(self, slot: Slot, name: str, box: Box) -> torch.Tensor:
+        assert self._new is not None
+        if (slot, name) in self._fresh:
+            return self._fresh[slot, name][box.within(self._new.box(name))]
+        for patch, tensor in self._patches[slot, name]:
+            if patch.intersect(box) == box:
+                return tensor[box.within(patch)]
+        raise KeyError(f"{slot}/{name} at {box.offset} was not expected here")
+
+    def _dtype(self, slot: Slot) -> torch.dtype:
+        assert self._new is not None
+        return self._new.dtype(slot)
+
+    def _ending_shard(self, name: str) -> UnitShard | None:
+        for unit in self.part.ending:
+            if name in self._units[unit].names:
+                return self._units[unit]
+        return None
+
+    def _patched_names(self) -> set[str]:
+        return {name for _, name in self._patches}
+
+    def _forget(self, shard: UnitShard, name: str) -> None:
+        for slot in shard.slots:
+            tensor = shard.tensor(slot, name)
+            if not tensor.is_meta:
+                self._accountant.drop(tensor.nbytes)
+                self._blank(shard, slot, name)
+
+    def _blank(self, shard: UnitShard, slot: Slot, name: str) -> None:
+        """Let go of a tensor's storage: a tensor without any takes its place."""
+        shape, dtype = shard.box(name).shape, shard.dtype(slot)
+        shard.replace({(slot, name): torch.empty(shape, dtype=dtype, device="meta")})
+
+
+def reader(
+    units: Mapping[UnitId, UnitShard], sources: tuple[UnitId, ...], device: torch.device
+) -> Locate:
+    """Return a function that finds a region in the storage of the first source that has it.
+
+    A view, except of a parked unit on an accelerator: its region comes from host memory.
+    """
+
+    def read(slot: Slot, name: str, box: Box) -> torch.Tensor:
+        for unit in sources:
+            shard = units[unit]
+            if slot in shard.slots and name in shard.names:
+                held = shard.box(name)
+                if held.intersect(box) == box:
+                    return shard.tensor(slot, name)[box.within(held)].to(device)
+        raise KeyError(f"{slot}/{name} at {box.offset} is not held here")
+
+    return read
+
+
+def _by_name(regions: tuple[Region, ...]) -> dict[str, list[Box]]:
+    found: dict[str, list[Box]] = defaultdict(list)
+    for name, box in regions:
+        found[name].append(box)
+    return found

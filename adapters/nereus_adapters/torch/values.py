@@ -1,0 +1,133 @@
+"""Plain values that driver and seats exchange about shards and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nereus_adapters.torch.engine import OptimizerSpec, UnitShard
+from nereus_core.layout import Layout
+from nereus_core.model import ModelSpec
+from nereus_core.state import Box, Slot
+from nereus_core.units import UnitId
+from nereus_core.workload import Stage
+
+Region = tuple[str, Box]
+"""A box of a logical tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeatSettings:
+    """What a seat needs to know of itself."""
+
+    device: str
+    """Torch device: ``cpu`` or ``cuda:0`` ..."""
+    threads: int
+    """Of torch, inside the seat."""
+    store_host: str
+    store_port: int
+    connect_s: float
+    """Longest wait for the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model as the job has it: shapes, Hugging Face configuration, dtype, optimizer."""
+
+    spec: ModelSpec
+    hf_config: Mapping[str, Any]
+    folder: str
+    """Safetensors folder that start-up weights come from."""
+    dtype: str
+    optimizer: OptimizerSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """How to build one rank of a unit, without its state."""
+
+    source: ModelSource
+    layout: Layout
+    local_rank: int
+    stage: Stage
+
+    def build(self, device: torch.device) -> UnitShard:
+        """Build the shard without storage."""
+        return UnitShard(
+            self.source.spec,
+            self.source.hf_config,
+            self.layout,
+            self.local_rank,
+            self.stage,
+            getattr(torch, self.source.dtype),
+            device,
+            self.source.optimizer,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Regions of one slot that travel as one message."""
+
+    source: int
+    """Rank in the transfer group."""
+    target: int
+    slot: Slot
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The group in which seats exchange buckets; one member communicates nothing."""
+
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeatPart:
+    """What one seat does in the move of one primitive."""
+
+    op: str
+    meeting: Meeting
+    sources: tuple[UnitId, ...]
+    """Units on this seat that state is read from."""
+    ending: tuple[UnitId, ...]
+    """Units on this seat that end with the move."""
+    target: UnitId | None
+    """Unit that this seat gets a shard of."""
+    spec: ShardSpec | None
+    slots: tuple[Slot, ...]
+    kept: tuple[Region, ...]
+    """Parts of the new shard that this seat holds already."""
+    fetched: tuple[Region, ...]
+    """Parts of the new shard that arrive."""
+    buckets: tuple[Bucket, ...]
+    """Those this seat sends or receives, in the order that holds for all seats."""
+    counters: Mapping[str, int | float]
+    """Of the new shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPart:
+    """What one seat does when units take weights from training units."""
+
+    crosses: bool
+    """Whether it exchanges anything with other seats."""
+    sources: tuple[UnitId, ...]
+    target: UnitId | None
+    kept: tuple[Region, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """State bytes of a seat."""
+
+    resident_bytes: int
+    peak_bytes: int

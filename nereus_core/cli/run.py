@@ -1,0 +1,166 @@
+"""``nereus run``: start a job, adapt it while it runs, leave a report."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from nereus_core.config import NereusConfig
+from nereus_core.controller import Controller
+from nereus_core.errors import ConfigError
+from nereus_core.events import EventLog
+from nereus_core.launched import Timed
+from nereus_core.registry import Registry
+from nereus_core.report.html import write_report
+from nereus_core.report.live import view_on
+from nereus_core.report.record import last_run
+from nereus_core.report.traces import write_traces
+from nereus_core.runner import drive
+
+
+def run(
+    config: Annotated[Path, typer.Argument(help="nereus.toml of the job.")],
+    adapter: Annotated[
+        str | None, typer.Option(help="Adapter, instead of the one configured.")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="observe, advise or adapt, instead of what is configured.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="RL steps at most; the job's own number by default.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of events, traces and report.")
+    ] = None,
+    assign: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration, as TOML."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print paths only.")] = False,
+) -> None:
+    """Run a job under Nereus: it is started, watched, and changed when that pays.
+
+    Shows a live table on a terminal and one line per step elsewhere. Leaves events.jsonl, a trace
+    per transition (open in ui.perfetto.dev) and report.html in the run's folder. The folder of
+    CONFIG is importable, so a job may name code that lies beside it.
+
+    For example:
+
+      nereus run examples/adaptive_grpo/nereus.toml
+
+      nereus run nereus.toml --mode observe --steps 20 --run-dir runs/fixed
+
+      nereus run nereus.toml --set policy.delta=0.1 --set 'backend.events=[]'
+    """
+    settings = _settings(config, assign or [], adapter, mode, run_dir)
+    sys.path.insert(0, str(config.resolve().parent))
+    settings.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    events = settings.run_dir / "events.jsonl"
+    console = Console()
+    try:
+        with _terminated_is_interrupted():
+            _drive(settings, events, console, steps, quiet)
+    finally:
+        if events.exists() and (recorded := last_run(events)):
+            write_traces((event for event, _ in recorded), settings.run_dir / "traces")
+            write_report(events, settings.run_dir / "report.html")
+            typer.echo(str(settings.run_dir / "report.html"))
+
+
+def _settings(
+    config: Path,
+    assignments: Sequence[str],
+    adapter: str | None,
+    mode: str | None,
+    run_dir: Path | None,
+) -> NereusConfig:
+    """Read the file, then what the command line says instead."""
+    settings = NereusConfig.load(config)
+    values = settings.model_dump()
+    for text in assignments:
+        values = _merged(values, _assignment(text))
+    given = {"adapter": adapter, "mode": mode, "run_dir": run_dir}
+    if not values["enabled"]:
+        given["mode"] = "observe"
+    return NereusConfig.of(values | {key: v for key, v in given.items() if v is not None})
+
+
+def _assignment(text: str) -> dict[str, Any]:
+    """Read ``KEY=VALUE`` as TOML; a value that is none is a string without its quotes."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError("--set", f"got {text!r}; expected KEY=VALUE")
+    for attempt in (text, f"{key} = {json.dumps(value)}"):
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(attempt)
+    raise ConfigError("--set", f"{key!r} is not a key; expected e.g. policy.delta=0.1")
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested changes over nested values."""
+    merged = dict(values)
+    for key, change in changes.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(change, Mapping)
+        merged[key] = _merged(old, change) if both else change  # type: ignore[arg-type]  # both
+    return merged
+
+
+def _drive(
+    settings: NereusConfig, events: Path, console: Console, steps: int | None, quiet: bool
+) -> None:
+    """Launch, attach, and loop; everything that was opened is closed, in reverse order."""
+    registry = Registry.load()
+    with ExitStack() as opened:
+        launched = opened.enter_context(closing(registry.launch(settings.adapter, settings)))
+        attached = registry.create(settings.adapter, launched.handle, settings)
+        opened.enter_context(closing(attached))
+        clock = launched.clock_s if isinstance(launched, Timed) else time.monotonic
+        log = opened.enter_context(EventLog(events, clock))
+        if not quiet:
+            log.subscribe(opened.enter_context(view_on(console)))
+        found = registry.installed(settings.adapter)
+        controller = Controller(
+            attached,
+            settings,
+            log,
+            registry.notify,
+            clock,
+            veto=registry.veto,
+            capabilities=found.declaration.capabilities,
+            backend_version=found.status.installed,
+        )
+        try:
+            ran = drive(launched, controller.at_boundary, max_steps=steps)
+        except KeyboardInterrupt:
+            controller.finished("interrupted")
+            raise
+        except Exception as error:
+            controller.finished(f"failed: {type(error).__name__}: {error}")
+            raise
+        controller.finished("done" if launched.finished else f"stopped after {ran.steps} steps")
+
+
+@contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that a preempted run still closes its job and reports."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,279 @@
+"""The controller: one call at every boundary observes, learns, decides, and acts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+
+from nereus_core.acting import carry_out
+from nereus_core.adapter import Adapter, Receipt
+from nereus_core.admission import Decision
+from nereus_core.capabilities import Capabilities, Feature
+from nereus_core.cluster import Device
+from nereus_core.config import NereusConfig
+from nereus_core.cost import CostModel
+from nereus_core.cost.op_classes import OpClass
+from nereus_core.deciding import Decided, decide
+from nereus_core.errors import BoundaryTimeout, NereusError, TransitionFailed, UnitLost
+from nereus_core.events import EventLog, RunFinished, RunStarted, TransitionFinished
+from nereus_core.knowledge import Knowledge
+from nereus_core.observation import Observation
+from nereus_core.plan import Plan
+from nereus_core.planner import Constraints
+from nereus_core.primitives import Primitive
+from nereus_core.records import devices_changed, step_observed
+from nereus_core.situation import Situation
+from nereus_core.transition import TransitionGraph, compile_transition
+from nereus_core.triggers import Signals, Trigger
+from nereus_core.units import Unit, UnitMap
+from nereus_core.workload import ModelStage
+
+Notify = Callable[..., None]
+"""``notify(hook_name, **kwargs)``: tells plugins; never raises."""
+Veto = Callable[[Decision], str | None]
+"""Returns the reason against an admitted opportunistic transition, or None."""
+
+ATTEMPTS = 3
+"""Transitions tried at one boundary when devices go on failing; chosen, not measured."""
+
+
+class Controller:
+    """Adapts a running job through its adapter, at the boundaries its runner gives it.
+
+    Not thread-safe: it belongs to the thread that drives the job.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        config: NereusConfig,
+        log: EventLog,
+        notify: Notify,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        veto: Veto = lambda decision: None,
+        capabilities: Capabilities | None = None,
+        backend_version: str | None = None,
+        measured: Mapping[OpClass, float] | None = None,
+    ) -> None:
+        """Attach to a running job.
+
+        Args:
+            adapter: Speaks to the job.
+            config: Mode, policy, constraints, timeouts.
+            log: Where every event goes.
+            notify: Tells plugins.
+            clock: Seconds; a simulated job brings its own.
+            veto: Asked before an opportunistic transition.
+            capabilities: What the adapter declares; everything when None.
+            backend_version: Of the adapter's framework, for capabilities that depend on it.
+            measured: Efficiencies to start from, by operation class; conservative where absent.
+        """
+        self._adapter, self._config, self._log = adapter, config, log
+        self._notify, self._clock, self._veto = notify, clock, veto
+        can = capabilities or Capabilities.everything()
+        self._constraints = Constraints.of(config.constraints, can, backend_version)
+        digests = can.features.get(Feature.FINGERPRINT)
+        self._verify = config.verify == "fingerprint" and bool(
+            digests and digests.at(backend_version)
+        )
+        job = adapter.job()
+        self._known = Knowledge.of_job(job, config.policy, measured)
+        self._now = self._look(job.cluster.healthy, None)
+        self._serials: dict[ModelStage, int] = {}
+        self._num_transitions, self._transition_s, self._start_s = 0, 0.0, clock()
+        log.emit(
+            RunStarted(
+                adapter.name,
+                job.workload.algorithm,
+                config.mode,
+                self.plan.to_json(),
+                tuple(map(str, job.cluster.devices)),
+                job.global_batch,
+            )
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan the job runs."""
+        return self._now.plan
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of the next step."""
+        return self._known.predicted_s(self._now)
+
+    def at_boundary(self) -> Decision | None:
+        """Do all there is to do between two RL steps; returns what was decided, if anything was.
+
+        Called after every step, and after a step that failed because a device was lost.
+
+        Raises:
+            StateLost: a model has no intact unit left.
+            NoFeasiblePlan: nothing fits on the devices that are left.
+            TransitionFailed: the job cannot go on; names what is intact.
+        """
+        begin_s = time.perf_counter()
+        trigger = self._observe(self._adapter.observe())
+        if trigger is None or self._config.mode == "observe":
+            return None
+        found = self._decide(trigger, begin_s)
+        if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
+            self._act(found)
+        return found.decision
+
+    def finished(self, outcome: str) -> None:
+        """Record that the job ended: ``done``, or why not."""
+        elapsed_s = self._clock() - self._start_s
+        self._log.emit(RunFinished(self._known.step + 1, outcome, elapsed_s, self._transition_s))
+
+    def _observe(self, seen: Observation) -> Trigger | None:
+        """Record and learn; return what woke the controller."""
+        known, before = self._known, self._now
+        stepped = seen.step > known.step
+        predicted_s = self.predicted_s
+        if stepped:
+            self._log.emit(step_observed(seen, predicted_s))
+            self._known = known.stepped(before.plan, seen)
+        self._now = now = self._look(seen.healthy - seen.draining, before)
+        changed = now.usable != before.usable or bool(now.lost_units)
+        if changed:
+            self._log.emit(devices_changed(self._known.step, before, now))
+        self._known, trigger = self._known.woken(
+            Signals(
+                devices_changed=changed,
+                memory_problem=now.memory_problem,
+                peak_bytes=seen.peak_bytes,
+                capacity_bytes=now.job.cluster.device_spec.memory_bytes,
+                response_tokens_mean=seen.response_tokens.mean if stepped else None,
+                step_s=seen.step_s,
+                predicted_s=predicted_s if known.plan_was_seen else None,
+            )
+        )
+        return trigger
+
+    def _look(self, usable: Collection[Device], last: Situation | None) -> Situation:
+        return Situation.of(self._adapter, usable, last, self._known.cost, self._known.lengths)
+
+    def _decide(self, trigger: Trigger, begin_s: float, parked: UnitMap | None = None) -> Decided:
+        """Decide, record it, and tell plugins."""
+        compiled = partial(self._compile, parked=parked or UnitMap())
+        found = decide(
+            trigger,
+            self._now,
+            self._known,
+            self._constraints,
+            self._config.policy,
+            compiled,
+            begin_s,
+        )
+        decision = found.decision
+        if decision.admitted and decision.path == "opportunistic" and (why := self._veto(decision)):
+            decision = replace(decision, admitted=False, rule=f"vetoed: {why}")
+        self._known = self._known.decided(decision, trigger)
+        self._log.emit(decision.event())
+        self._notify("nereus_decided", decision=decision)
+        return replace(found, decision=decision)
+
+    def _compile(self, target: Plan, parked: UnitMap) -> TransitionGraph:
+        return compile_transition(
+            self._now.units,
+            target,
+            self._now.job,
+            prefix=f"t{self._num_transitions}",
+            parked=parked,
+            serials=self._serials,
+            forbidden=self._constraints.forbidden,
+        )
+
+    def _act(self, found: Decided) -> None:
+        """Carry a decision out; when that fails part-way, plan again from what is intact."""
+        for attempt in range(1, ATTEMPTS + 1):
+            decision, graph = found.decision, found.graph
+            assert graph is not None
+            try:
+                self._transition(graph, found.cost, everything=decision.path == "urgent")
+                return
+            except BoundaryTimeout as error:
+                if decision.path == "urgent":
+                    raise
+                self._record_refused(graph, found.cost, error)
+                return
+            except (TransitionFailed, UnitLost) as failure:
+                back = isinstance(failure, TransitionFailed) and failure.rolled_back
+                linked = back and not self._now.lost_units
+                self._after_failure(graph, failure, linked=linked)
+                if linked:
+                    return
+                wrong = isinstance(failure, TransitionFailed) and failure.failed == "verification"
+                if wrong or attempt == ATTEMPTS:
+                    raise
+                kept = failure.parked if isinstance(failure, TransitionFailed) else ()
+                parked = UnitMap(unit for unit in kept if isinstance(unit, Unit))
+                found = self._decide(
+                    Trigger.DEVICES,
+                    time.perf_counter(),
+                    parked.intact(self._now.job.cluster.failed),
+                )
+
+    def _transition(self, graph: TransitionGraph, cost: CostModel, *, everything: bool) -> None:
+        """Carry a graph out and learn what it cost."""
+        known, now, clock = self._known, self._now, self._clock
+        self._num_transitions += 1
+        self._serials |= graph.next_serials()
+        begin_s = clock()
+        try:
+            outcome, held_s = carry_out(
+                graph,
+                self._adapter,
+                now.job.workload.stages if everything else sorted(graph.stages),
+                log=self._log,
+                timeouts=self._config.timeouts,
+                cost=cost,
+                verify=self._verify,
+                step=known.step,
+                clock=clock,
+                on_primitive=self._tell_primitive,
+            )
+        finally:
+            self._known = known.attempted()
+            self._transition_s += clock() - begin_s
+        if outcome.predicted is not None:
+            self._known = self._known.transitioned(outcome.predicted.mean_s, held_s)
+        self._now = self._look(now.usable, None)
+        self._notify("nereus_transition_finished", outcome=outcome)
+
+    def _after_failure(self, graph: TransitionGraph, failure: NereusError, *, linked: bool) -> None:
+        """Look again after a transition that failed; units that are not linked cannot step."""
+        before = self._now
+        left = before.usable - self._adapter.job().cluster.failed
+        now = self._look(left, None)
+        if not linked:
+            plan = before.plan if now.problem else now.plan
+            now = replace(now, plan=plan, problem=f"transition {graph.name} failed: {failure}")
+        self._now = now
+        if left != before.usable:
+            gone = tuple(u for u in before.units if u not in now.units)
+            self._log.emit(devices_changed(self._known.step, before, replace(now, lost_units=gone)))
+
+    def _record_refused(
+        self, graph: TransitionGraph, cost: CostModel, error: BoundaryTimeout
+    ) -> None:
+        """Record a transition that found no boundary: nothing has changed."""
+        self._log.emit(
+            TransitionFinished(
+                graph.name,
+                self._known.step,
+                "failed",
+                self._config.timeouts.boundary_s,
+                graph.predicted(cost).mean_s,
+                0,
+                self.plan.to_json(),
+                str(error),
+            )
+        )
+
+    def _tell_primitive(self, op: Primitive, receipt: Receipt, predicted_s: float | None) -> None:
+        self._notify("nereus_primitive_finished", op=op, receipt=receipt, predicted_s=predicted_s)

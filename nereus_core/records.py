@@ -1,0 +1,33 @@
+"""Events written from the values they record."""
+
+from __future__ import annotations
+
+from nereus_core.events import DevicesChanged, StepObserved
+from nereus_core.observation import Observation
+from nereus_core.situation import Situation
+
+
+def step_observed(seen: Observation, predicted_s: float) -> StepObserved:
+    """Record a step beside what was predicted for it."""
+    return StepObserved(
+        step=seen.step,
+        step_s=seen.step_s,
+        predicted_s=predicted_s,
+        stage_s={str(stage): seconds for stage, seconds in seen.stage_s.items()},
+        response_tokens_mean=seen.response_tokens.mean,
+        response_tokens_p95=seen.response_tokens.p95,
+        prompt_tokens_mean=seen.prompt_tokens.mean,
+        peak_bytes={str(device): size for device, size in seen.peak_bytes.items()},
+        healthy=tuple(map(str, sorted(seen.healthy))),
+        metrics=dict(seen.metrics),
+    )
+
+
+def devices_changed(step: int, before: Situation, now: Situation) -> DevicesChanged:
+    """Record which devices plans may no longer, or may again, use; draining ones have left."""
+    return DevicesChanged(
+        step=step,
+        lost=tuple(map(str, sorted(before.usable - now.usable))),
+        returned=tuple(map(str, sorted(now.usable - before.usable))),
+        lost_units=tuple(map(str, now.lost_units)),
+    )

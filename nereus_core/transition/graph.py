@@ -1,0 +1,195 @@
+"""TransitionGraph: primitives and the reasons one must precede another; acyclic by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from graphlib import CycleError as FoundCycle
+from graphlib import TopologicalSorter
+from typing import Any, Protocol
+
+from nereus_core.cost import Interval
+from nereus_core.errors import CycleError
+from nereus_core.primitives import (
+    Destroy,
+    OpId,
+    Primitive,
+    created,
+    ended,
+    kind_of,
+    model_stage_of,
+    touched,
+)
+from nereus_core.units import UnitMap
+from nereus_core.workload import ModelStage
+
+
+class EdgeKind(StrEnum):
+    """Why one primitive waits for another."""
+
+    STATE = "state"
+    """It needs a unit the other makes, or ends a unit the other reads."""
+    RELEASE = "release"
+    """It acquires a device that the other releases."""
+    ORDER = "order"
+    """Both touch a device and nothing else orders them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """``before`` must have finished when ``after`` starts."""
+
+    before: OpId
+    after: OpId
+    kind: EdgeKind
+    reason: str
+
+
+class PrimitiveCost(Protocol):
+    """Prices one primitive; `nereus_core.cost.CostModel` is one."""
+
+    def primitive(self, op: Primitive, units: UnitMap) -> Interval:
+        """Seconds of a primitive; ``units`` holds every unit it names."""
+        ...
+
+
+@dataclass(frozen=True)
+class TransitionGraph:
+    """What turns one set of units into another. A cycle in it raises CycleError at once."""
+
+    name: str
+    units_before: UnitMap
+    ops: tuple[Primitive, ...]
+    edges: tuple[Edge, ...]
+    parked_before: UnitMap = field(default_factory=UnitMap)
+    """Units that an earlier, failed transition parked: sources only."""
+    _priced: tuple[PrimitiveCost, Mapping[OpId, Interval]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        self.topological()
+
+    @cached_property
+    def by_id(self) -> Mapping[OpId, Primitive]:
+        """Primitives by id."""
+        return {op.op_id: op for op in self.ops}
+
+    @cached_property
+    def atlas(self) -> UnitMap:
+        """Every unit that is alive or parked at some time of the transition."""
+        made = [u for op in self.ops for u in created(op)]
+        return UnitMap([*self.parked_before.values(), *self.units_before.values(), *made])
+
+    @property
+    def stages(self) -> frozenset[ModelStage]:
+        """Model-stages that a boundary must hold: those that change, and those that send state."""
+        changed = {model_stage_of(op) for op in self.ops}
+        read = {u.model_stage for op in self.ops for u in getattr(op, "sources", ())}
+        return frozenset(changed | read)
+
+    @property
+    def changed(self) -> tuple[ModelStage, ...]:
+        """Model-stages whose units change, sorted."""
+        return tuple(sorted({model_stage_of(op) for op in self.ops}))
+
+    def units_after(self) -> UnitMap:
+        """Units alive when every primitive has finished."""
+        gone = {u for op in self.ops for u in ended(op)}
+        made = (u for op in self.ops for u in created(op))
+        return self.units_before.replace(gone, (u for u in made if u.id not in gone))
+
+    def parked(self, done: Container[OpId]) -> UnitMap:
+        """Units in host memory when the primitives ``done`` have finished."""
+        parks = (op for op in self.ops if isinstance(op, Destroy) and op.park)
+        added = (self.atlas[op.unit] for op in parks if op.op_id in done)
+        return UnitMap([*self.parked_before.values(), *added])
+
+    def next_serials(self) -> dict[ModelStage, int]:
+        """By model-stage, the least serial that no unit of the transition has."""
+        return {stage: self.atlas.next_serial(stage) for stage in self.atlas.stages()}
+
+    def predecessors(self) -> dict[OpId, set[OpId]]:
+        """For every primitive, in order: those that must finish first."""
+        before: dict[OpId, set[OpId]] = {op.op_id: set() for op in self.ops}
+        for edge in self.edges:
+            before[edge.after].add(edge.before)
+        return before
+
+    def topological(self) -> tuple[Primitive, ...]:
+        """Primitives in an order that keeps every edge: as listed, when that does.
+
+        Raises:
+            CycleError: there is none; spells the cycle out.
+        """
+        place = {op.op_id: i for i, op in enumerate(self.ops)}
+        if all(place[e.before] < place[e.after] for e in self.edges):
+            return self.ops
+        try:
+            order = list(TopologicalSorter(self.predecessors()).static_order())
+        except FoundCycle as error:
+            raise CycleError(error.args[1]) from error
+        return tuple(self.by_id[op_id] for op_id in order)
+
+    @property
+    def depth(self) -> int:
+        """Primitives on the longest path."""
+        before, depth = self.predecessors(), dict[OpId, int]()
+        for op in self.topological():
+            depth[op.op_id] = 1 + max((depth[p] for p in before[op.op_id]), default=0)
+        return max(depth.values(), default=0)
+
+    def prices(self, cost: PrimitiveCost) -> Mapping[OpId, Interval]:
+        """Seconds of every primitive; asked again with the same cost model, nothing is computed."""
+        if self._priced is None or self._priced[0] is not cost:
+            prices = {op.op_id: cost.primitive(op, self.atlas) for op in self.ops}
+            object.__setattr__(self, "_priced", (cost, prices))  # a memo: no part of the value
+            return prices
+        return self._priced[1]
+
+    def predicted(self, cost: PrimitiveCost) -> Interval:
+        """Makespan: the longest path, for the mean and for each bound."""
+        before, prices = self.predecessors(), self.prices(cost)
+        finish: dict[OpId, tuple[float, float, float]] = {}
+        for op in self.topological():
+            own = prices[op.op_id]
+            starts = [finish[p] for p in before[op.op_id]] or [(0.0, 0.0, 0.0)]
+            mean_s, low_s, high_s = (max(times) for times in zip(*starts, strict=True))
+            finish[op.op_id] = (mean_s + own.mean_s, low_s + own.low_s, high_s + own.high_s)
+        ends = list(finish.values()) or [(0.0, 0.0, 0.0)]
+        return Interval(*(max(times) for times in zip(*ends, strict=True)))
+
+    def explain(self) -> str:
+        """Say in a line per primitive what is done, and beneath it what it waits for and why."""
+        if not self.ops:
+            return f"transition {self.name}: nothing to do"
+        waits: dict[OpId, list[Edge]] = {op.op_id: [] for op in self.ops}
+        for edge in self.edges:
+            waits[edge.after].append(edge)
+        lines = [f"transition {self.name}: {len(self.ops)} primitives, edges: {len(self.edges)}"]
+        for op in self.topological():
+            lines.append(f"  {op.op_id}  {op}")
+            lines += [f"      after {e.before} ({e.kind}): {e.reason}" for e in waits[op.op_id]]
+        return "\n".join(lines)
+
+    def to_json(self, cost: PrimitiveCost | None = None) -> tuple[list[Any], list[Any]]:
+        """Return nodes and edges as plain values, in the shape of events.TransitionStarted."""
+        prices = {} if cost is None else self.prices(cost)
+        ops = [
+            {
+                "op_id": op.op_id,
+                "kind": str(kind_of(op)),
+                "text": str(op),
+                "stage": str(model_stage_of(op)),
+                "devices": [str(d) for d in sorted(touched(op, self.atlas))],
+                "predicted_s": prices[op.op_id].mean_s if prices else None,
+            }
+            for op in self.topological()
+        ]
+        edges = [
+            {"before": e.before, "after": e.after, "kind": str(e.kind), "reason": e.reason}
+            for e in self.edges
+        ]
+        return ops, edges

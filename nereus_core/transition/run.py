@@ -1,0 +1,181 @@
+"""Run the primitives of a graph: those that are ready at once, on disjoint devices only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from queue import Empty, SimpleQueue
+
+from nereus_core.adapter import Adapter, Receipt
+from nereus_core.cluster import Device
+from nereus_core.errors import Cancelled, WaitTimeout
+from nereus_core.events import EventLog, PrimitiveFinished
+from nereus_core.primitives import (
+    Destroy,
+    Extend,
+    Merge,
+    OpId,
+    Primitive,
+    Split,
+    kind_of,
+    model_stage_of,
+    touched,
+)
+from nereus_core.transition.graph import PrimitiveCost, TransitionGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a run needs besides graph and adapter."""
+
+    log: EventLog
+    timeout_s: float
+    """Wall seconds for all primitives together."""
+    cost: PrimitiveCost | None = None
+    cancel: threading.Event | None = None
+    step: int = -1
+    """Last completed RL step, for the events."""
+    clock: Callable[[], float] = time.monotonic
+    """Gives the times in events and outcomes; a simulated job brings its own."""
+    on_primitive: Callable[[Primitive, Receipt, float | None], None] | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run came; ``failed`` and ``cause`` are None when it finished."""
+
+    receipts: dict[OpId, Receipt] = field(default_factory=dict)
+    failed: object | None = None
+    cause: BaseException | None = None
+    running: tuple[OpId, ...] = ()
+    """Primitives that had not returned when the time was over: nothing is known of them."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that crossed between devices."""
+        return sum(r.moved_bytes for r in self.receipts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    op: Primitive
+    start_s: float
+    end_s: float
+    result: Receipt | BaseException
+
+
+def run(graph: TransitionGraph, adapter: Adapter, conditions: Conditions) -> Progress:
+    """Run until all is done or something fails; then launch no more and await what runs.
+
+    Every primitive runs on a daemon thread of its own: one that hangs past the timeout is named in
+    the error and does not keep the process from ending.
+    """
+    progress = Progress()
+    start_s = conditions.clock()
+    deadline_s = time.monotonic() + conditions.timeout_s
+    sorter = TopologicalSorter(graph.predecessors())
+    sorter.prepare()
+    finished: SimpleQueue[_Finished] = SimpleQueue()
+    ready: list[Primitive] = []
+    running: dict[OpId, frozenset[Device]] = {}
+    while sorter.is_active() or running:
+        if conditions.cancel is not None and conditions.cancel.is_set() and not progress.cause:
+            progress.failed, progress.cause = graph.name, Cancelled(graph.name)
+        if progress.cause is None:
+            ready += [graph.by_id[op_id] for op_id in sorter.get_ready()]
+            for op in _launchable(ready, graph, running):
+                ready.remove(op)
+                running[op.op_id] = touched(op, graph.atlas)
+                _launch(op, adapter, conditions, start_s, finished)
+        if not running:
+            break
+        try:
+            end = finished.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except Empty:
+            names = ", ".join(f"{graph.by_id[op_id]}" for op_id in running)
+            late = WaitTimeout(names, conditions.timeout_s)
+            progress.failed, progress.cause = progress.failed or names, progress.cause or late
+            progress.running = tuple(running)
+            break
+        del running[end.op.op_id]
+        _report(end, graph, conditions)
+        if isinstance(end.result, BaseException):
+            if progress.cause is None:
+                progress.failed, progress.cause = end.op, end.result
+        else:
+            progress.receipts[end.op.op_id] = end.result
+            sorter.done(end.op.op_id)
+    return progress
+
+
+def _launchable(
+    ready: list[Primitive], graph: TransitionGraph, running: dict[OpId, frozenset[Device]]
+) -> list[Primitive]:
+    """Pick ready primitives whose devices, senders included, are disjoint from all that run."""
+    busy = set[Device]().union(*running.values())
+    chosen = []
+    for op in ready:
+        devices = touched(op, graph.atlas)
+        if busy.isdisjoint(devices):
+            busy |= devices
+            chosen.append(op)
+    return chosen
+
+
+def _launch(
+    op: Primitive,
+    adapter: Adapter,
+    conditions: Conditions,
+    start_s: float,
+    finished: SimpleQueue[_Finished],
+) -> None:
+    def work() -> None:
+        begin_s = conditions.clock() - start_s
+        result: Receipt | BaseException
+        try:
+            result = _call(op, adapter)
+        except BaseException as error:  # handed to the thread that waits, whatever it is
+            result = error
+        finished.put(_Finished(op, begin_s, conditions.clock() - start_s, result))
+
+    threading.Thread(target=work, name=f"nereus {op.op_id}", daemon=True).start()
+
+
+def _call(op: Primitive, adapter: Adapter) -> Receipt:
+    match op:
+        case Split():
+            return adapter.split(op)
+        case Merge():
+            return adapter.merge(op)
+        case Extend():
+            return adapter.extend(op)
+        case Destroy():
+            return adapter.destroy(op)
+
+
+def _report(end: _Finished, graph: TransitionGraph, conditions: Conditions) -> None:
+    op, result = end.op, end.result
+    cost = conditions.cost
+    predicted_s = None if cost is None else graph.prices(cost)[op.op_id].mean_s
+    receipt = result if isinstance(result, Receipt) else None
+    conditions.log.emit(
+        PrimitiveFinished(
+            transition=graph.name,
+            op_id=op.op_id,
+            kind=str(kind_of(op)),
+            text=str(op),
+            stage=str(model_stage_of(op)),
+            devices=tuple(str(d) for d in sorted(touched(op, graph.atlas))),
+            start_s=end.start_s,
+            end_s=end.end_s,
+            moved_bytes=receipt.moved_bytes if receipt else 0,
+            kept_bytes=receipt.kept_bytes if receipt else 0,
+            predicted_s=predicted_s,
+            error=None if receipt else str(result),
+        )
+    )
+    if receipt and conditions.on_primitive:
+        conditions.on_primitive(op, receipt, predicted_s)

@@ -1,0 +1,266 @@
+"""Adapters that are deliberately wrong, one for each invariant, and some that declare wrongly.
+
+A plugin module: tests install it as entry point ``wrong`` of a distribution made on the spot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from nereus_adapters.sim.adapter import SimAdapter
+from nereus_adapters.sim.harness import SimHarness
+from nereus_core.adapter import Boundary, Receipt
+from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
+from nereus_core.declaration import AdapterDeclaration
+from nereus_core.errors import DevicesBusy, Diverged, Unsupported
+from nereus_core.hookspecs import hookimpl
+from nereus_core.plan import Plan
+from nereus_core.primitives import Destroy, Extend, Merge, Primitive, Split, model_stage_of
+from nereus_core.state import Slot
+from nereus_core.units import UnitMap
+from nereus_core.workload import ModelStage, Stage
+
+
+class LosesAChild(SimAdapter):
+    """I1: a device of a split reference unit belongs to nobody afterwards."""
+
+    def split(self, op: Split) -> Receipt:
+        receipt = super().split(op)
+        if op.parent.model_stage.stage is Stage.INFER and len(op.into) > 1:
+            self._running.commit([op.into[-1].id], [])
+        return receipt
+
+
+class ForgetsMoments(SimAdapter):
+    """I2: a merged unit starts with Adam's first moment at zero."""
+
+    def merge(self, op: Merge) -> Receipt:
+        receipt = super().merge(op)
+        for store in self._running.live(op.into.id).stores:
+            for (slot, _), array in store.arrays.items():
+                if slot is Slot.EXP_AVG:
+                    array[...] = 0.0
+        return receipt
+
+
+class MixesLayouts(SimAdapter):
+    """I3: units of a stage do not have the layout they were launched with."""
+
+    def units(self) -> UnitMap:
+        units = super().units()
+        return UnitMap(
+            replace(u, layout=replace(u.layout, tp=u.layout.pp, pp=u.layout.tp))
+            if u.model_stage.stage is Stage.TRAIN and u.id.serial == 0
+            else u
+            for u in units.values()
+        )
+
+
+class HalfMerges(SimAdapter):
+    """I4: a merge that is refused has already ended a parent."""
+
+    def merge(self, op: Merge) -> Receipt:
+        try:
+            return super().merge(op)
+        except Diverged:
+            self._running.commit([op.parents[-1]], [])
+            raise
+
+
+class ForgetsReceipts(SimAdapter):
+    """I5: a primitive that is repeated is performed again."""
+
+    def _once(self, op: Primitive) -> Receipt:
+        receipt = super()._once(op)
+        del self._receipts[op.op_id]
+        return receipt
+
+
+class OneStageAtATime(SimAdapter):
+    """I6: the first stage to change claims the whole boundary."""
+
+    claimed: ModelStage | None = None
+
+    def _once(self, op: Primitive) -> Receipt:
+        stage = model_stage_of(op)
+        if self.claimed not in (None, stage):
+            raise DevicesBusy(str(op), [("the whole job", self.claimed)], op)
+        self.claimed = stage
+        return super()._once(op)
+
+    def relink(self, plan: Plan) -> None:
+        super().relink(plan)
+        self.claimed = None
+
+
+class FreesLate(SimAdapter):
+    """I7: the memory of a destroyed unit is freed when the boundary closes."""
+
+    def destroy(self, op: Destroy) -> Receipt:
+        live = self._running.live(op.unit) if op.unit in self.units() else None
+        receipt = super().destroy(op)
+        if live is not None:
+            self._running.world.reserve(
+                "garbage", {store.device: store.num_bytes for store in live.stores}, "garbage"
+            )
+        return receipt
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        with super().boundary(stages, timeout_s=timeout_s) as boundary:
+            yield boundary
+        self._running.world.release("garbage")
+
+
+class ActsAnyTime(SimAdapter):
+    """I8: primitives do not ask for a boundary."""
+
+    def _once(self, op: Primitive) -> Receipt:
+        gate = self._running.gate
+        if gate.held is not None and model_stage_of(op) in gate.held:
+            return super()._once(op)
+        held, gate._held = gate.held, frozenset({model_stage_of(op)})
+        try:
+            return super()._once(op)
+        finally:
+            gate._held = held
+
+
+class Synchronises(SimAdapter):
+    """I9: reading the units waits for the step in flight."""
+
+    def units(self) -> UnitMap:
+        gate = self._running.gate
+        end_s = time.monotonic() + 4.0
+        with gate._changed:
+            gate._changed.wait_for(lambda: not gate._in_flight, end_s - time.monotonic())
+        return super().units()
+
+
+class RepeatsABatch(SimAdapter):
+    """I10: the sampler goes back by one batch when the job is relinked."""
+
+    def relink(self, plan: Plan) -> None:
+        super().relink(plan)
+        if self._running.steps:
+            self._running.position -= self.job().global_batch
+
+
+class ServesOldWeights(SimAdapter):
+    """I11: a new generating unit starts with the weights before the last update."""
+
+    def extend(self, op: Extend) -> Receipt:
+        receipt = super().extend(op)
+        if op.unit.model_stage.stage is Stage.GENERATE:
+            counters = self._running.live(op.unit.id).counters
+            counters["weight_version"] = max(0, counters["weight_version"] - 1)
+        return receipt
+
+
+class StaysStopped(SimAdapter):
+    """I12: after an error inside a boundary the stages stay held."""
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        held = self._running.gate.close_on(stages, timeout_s)
+        yield Boundary(held, self._running.steps)
+        self._running.gate.open()
+
+
+class CannotSplit(SimAdapter):
+    """Refuses to split, and says so."""
+
+    def split(self, op: Split) -> Receipt:
+        raise Unsupported("split", "for a test", op)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An adapter class, what it declares, and how patient its job is."""
+
+    adapter: type[SimAdapter]
+    capabilities: Capabilities = field(default_factory=Capabilities.everything)
+    known_failures: Mapping[str, str] = field(default_factory=dict)
+    wait_s: float = 20.0
+
+
+ALL = Capabilities.everything()
+NO_STAGE = {stage: unsupported("for a test") for stage in Stage}
+NOT_YET = {stage: not_yet("for a test", tracking="#1") for stage in Stage}
+ADAPTERS = {
+    "i1": Wrong(LosesAChild),
+    "i2": Wrong(ForgetsMoments),
+    "i3": Wrong(MixesLayouts),
+    "i4": Wrong(HalfMerges),
+    "i5": Wrong(ForgetsReceipts),
+    "i6": Wrong(OneStageAtATime),
+    "i7": Wrong(FreesLate),
+    "i8": Wrong(ActsAnyTime),
+    "i9": Wrong(Synchronises),
+    "i10": Wrong(RepeatsABatch),
+    "i11": Wrong(ServesOldWeights),
+    "i12": Wrong(StaysStopped, wait_s=0.5),
+    "refuses": Wrong(CannotSplit, replace(ALL, split=NO_STAGE)),
+    "cannot_yet": Wrong(CannotSplit, replace(ALL, split=NOT_YET)),
+    "modest": Wrong(SimAdapter, replace(ALL, split=NOT_YET)),
+    "vain": Wrong(CannotSplit),
+    "false_refusal": Wrong(SimAdapter, replace(ALL, split=NO_STAGE)),
+    "silent": Wrong(
+        SimAdapter,
+        replace(
+            ALL,
+            split={Stage.TRAIN: full()},
+            features={f: full() for f in Feature if f is not Feature.RNG_STATE},
+        ),
+    ),
+    "excused": Wrong(
+        ForgetsReceipts,
+        known_failures={"test_replayed_op_returns_its_receipt": "receipts are not kept, #2"},
+    ),
+    "over_excused": Wrong(
+        SimAdapter, known_failures={"test_replayed_op_returns_its_receipt[train]": "not so, #2"}
+    ),
+    "misspelt": Wrong(SimAdapter, known_failures={"test_replayed_op_returns_a_receipt": "#2"}),
+    "unexplained": Wrong(SimAdapter, known_failures={"test_elapsed_is_wall_seconds": " "}),
+}
+
+
+class WrongHarness(SimHarness):
+    """A simulated job under a wrong adapter."""
+
+    def __init__(self, wrong: Wrong) -> None:
+        super().__init__()
+        self._wrong, self.wait_s = wrong, wrong.wait_s
+
+    def launch(self, job, plan) -> SimAdapter:
+        super().launch(job, plan)
+        return self._wrong.adapter(self.running_job)
+
+
+@hookimpl
+def nereus_declare_adapter() -> list[AdapterDeclaration]:
+    return [
+        AdapterDeclaration(
+            f"wrong_{name}",
+            wrong.adapter.__doc__ or "",
+            wrong.capabilities,
+            known_failures=wrong.known_failures,
+        )
+        for name, wrong in ADAPTERS.items()
+    ]
+
+
+@hookimpl
+def nereus_create_adapter(name, handle, config):
+    from nereus_adapters.sim import nereus_create_adapter as create
+
+    return create("sim", handle, config) if name.startswith("wrong_") else None
+
+
+@hookimpl(optionalhook=True)
+def nereus_conformance_harness(name: str, tier: str) -> WrongHarness | None:
+    known = ADAPTERS.get(name.removeprefix("wrong_"))
+    return WrongHarness(known) if known and tier == "contract" else None
