@@ -1,7 +1,7 @@
 """Admission: is a transition worth it, and the record from which that can be explained.
 
 Urgent: the current plan cannot go on (a device is lost or leaving, memory no longer suffices);
-profitability is not asked. Opportunistic: the lower bound of the saving per step, over the fewest
+profitability is not asked. Opportunistic: the lower bound of the saving per step, over the expected
 steps until the plan is thought about again, must repay the upper bound of the transition.
 """
 
@@ -42,7 +42,7 @@ class Decision:
     """Per step."""
     transition_s: Interval | None
     horizon_steps: float | None
-    """Fewest steps over which the saving is counted."""
+    """Expected steps over which the saving is counted."""
     decision_s: float
     runner_ups: tuple[RunnerUp, ...] = ()
 
@@ -123,6 +123,7 @@ def admit(
     path, admitted, rule = _judge(
         current, current_plan, chosen, transition, crossing, policy, steps_since_transition, saving
     )
+    rule = "; ".join([rule, *candidate.relaxed])
     return Decision(
         step=step,
         trigger=trigger,

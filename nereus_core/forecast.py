@@ -21,10 +21,6 @@ _WINDOW = 32
 """Steps a trend is read from; chosen, not measured."""
 _FEWEST = 4
 """Steps below which there is no trend to speak of."""
-_DEVIATIONS = 1.28
-"""Of the lower bound: 90% of a normal variable lies above."""
-_MAD_TO_DEVIATION = 1.4826
-"""Standard deviation / median absolute deviation of a normal variable."""
 
 Signal = Literal["tokens", "devices", "none"]
 
@@ -34,9 +30,7 @@ class Crossing:
     """The next time a trigger fires, in steps from now."""
 
     steps: float
-    """Expected."""
-    low_steps: float
-    """Lower bound; at least 0, at most `steps`."""
+    """Expected; at most the cap that was asked for."""
     signal: Signal
     """What is expected to fire; ``none`` when nothing is in sight and the cap applies."""
 
@@ -86,42 +80,26 @@ class Forecaster:
             max_steps: longest horizon to assume.
         """
         tokens, devices = self._tokens(threshold_relative), self._devices()
-        steps = min(tokens.steps, devices.steps)
-        low = min(tokens.low_steps, devices.low_steps, steps)
-        signal: Signal = "tokens" if tokens.steps <= devices.steps else "devices"
+        steps = min(tokens, devices)
         if steps >= max_steps:
-            steps, signal = float(max_steps), "none"
-        return Crossing(steps, min(low, steps), signal)
+            return Crossing(float(max_steps), "none")
+        return Crossing(steps, "tokens" if tokens <= devices else "devices")
 
-    def _tokens(self, threshold: float) -> Crossing:
+    def _tokens(self, threshold: float) -> float:
         """A line through the window by the median of slopes (Theil-Sen): outliers do not turn it.
 
         Source: Sen (1968), "Estimates of the Regression Coefficient Based on Kendall's Tau".
         """
         if len(self.tokens) < _FEWEST:
-            # What has gone on for n steps may be expected to go on for about n more.
-            return Crossing(math.inf, float(max(1, len(self.tokens))), "tokens")
+            return math.inf
         step, mean = (np.array(column) for column in zip(*self.tokens, strict=True))
         slopes = [
             (mean[j] - mean[i]) / (step[j] - step[i]) for i, j in combinations(range(len(step)), 2)
         ]
         slope = float(np.median(slopes))
         level = float(np.median(mean - slope * (step - step[-1])))
-        off = mean - level - slope * (step - step[-1])
-        spread = _MAD_TO_DEVIATION * float(np.median(np.abs(off)))
-        slope_error = _DEVIATIONS * spread / math.sqrt(((step - step.mean()) ** 2).sum())
-        distance = threshold * level
-        expected = distance / abs(slope) if slope else math.inf
-        fastest = abs(slope) + slope_error  # in whichever direction
-        nearest = max(0.0, distance - _DEVIATIONS * spread)  # noise may cross earlier than level
-        low = nearest / fastest if fastest else math.inf
-        return Crossing(expected, min(low, expected), "tokens")
+        return threshold * level / abs(slope) if slope else math.inf
 
-    def _devices(self) -> Crossing:
-        """Mean steps between the changes seen so far; the lower bound is on that mean."""
-        changes = self.supply_changes
-        if not changes:
-            return Crossing(math.inf, math.inf, "devices")
-        # Upper bound of a Poisson mean after seeing so many: n + 1 + z sqrt(n + 1).
-        most = changes + 1 + _DEVIATIONS * math.sqrt(changes + 1)
-        return Crossing(self.num_steps / changes, self.num_steps / most, "devices")
+    def _devices(self) -> float:
+        """Mean steps between the changes of supply seen so far."""
+        return self.num_steps / self.supply_changes if self.supply_changes else math.inf

@@ -260,4 +260,5 @@ def _shrunk(
     Source: Bucy and Joseph (1968), "Filtering for Stochastic Processes with Applications".
     """
     kept = np.eye(len(gain)) - np.outer(gain, jacobian)
-    return np.asarray(kept @ covariance @ kept.T + np.outer(gain, gain) * noise**2)
+    after = kept @ covariance @ kept.T + np.outer(gain, gain) * noise**2
+    return np.asarray((after + after.T) / 2)

@@ -57,6 +57,8 @@ class Planned:
     """Fastest first, the ones that do not fit last."""
     searched: int
     """Arrangements of groups that were solved exactly; bounds ruled out the others."""
+    relaxed: tuple[str, ...] = ()
+    """Least numbers of units that could not be had, in words."""
 
 
 def best(
@@ -71,16 +73,33 @@ def best(
         NoFeasiblePlan: nothing fits in memory, or constraints leave a stage no layout.
     """
     running = None if current is None else _intact(current, cost.job)
-    space = Space.of(cost, lengths, constraints, running)
-    index = {stage: i for i, stage in enumerate(space.stages)}
-    together = [frozenset(index[s] for s in g if s in index) for g in constraints.colocate]
-    found = search(space, together)
+    space, found = _searched(cost, lengths, constraints, running)
+    if not found.best and constraints.min_dp:
+        space, found = _searched(cost, lengths, constraints.asking({}), running)
     if not found.best:
-        raise NoFeasiblePlan(space.num_devices, tightest(space, together))
-    placer = Placer(space, constraints, running)
-    plan = _chosen(cost, lengths, constraints, current, placer, found)
+        raise NoFeasiblePlan(space.num_devices, tightest(space, _together(space)))
+    placer = Placer(space, running)
+    plan = _chosen(placer, found, current)
     chosen = Candidate(plan, cost.step(plan, lengths))
-    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched)
+    relaxed = tuple(
+        f"{stage} has {plan[stage].dp} of the {asked} units asked for at least"
+        for stage, asked in sorted(constraints.min_dp.items())
+        if stage in plan and plan[stage].dp < asked
+    )
+    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched, relaxed)
+
+
+def _searched(
+    cost: CostModel, lengths: Lengths, constraints: Constraints, running: Plan | None
+) -> tuple[Space, Found]:
+    space = Space.of(cost, lengths, constraints, running)
+    return space, search(space, _together(space))
+
+
+def _together(space: Space) -> list[frozenset[int]]:
+    """Stages that must share devices, by index."""
+    index = {stage: i for i, stage in enumerate(space.stages)}
+    return [frozenset(index[s] for s in g if s in index) for g in space.constraints.colocate]
 
 
 def still_good(
@@ -92,9 +111,11 @@ def still_good(
     least the least device-seconds of its stages over all devices. False may also mean that the
     bound is too weak to tell.
     """
-    if not _usable(cost, lengths, constraints, current):
+    if plan_problems(current, cost.job):
         return False
     space = Space.of(cost, lengths, constraints, current)
+    if not _usable(space, current):
+        return False
     least = space.least_s()
     device_s = (least * space.sizes).min(axis=1)
     level = np.array([o.level for o in space.options])
@@ -116,29 +137,22 @@ def _intact(plan: Plan, job: Job) -> Plan:
     return Plan({s: Placement(plan[s].layout, tuple(u)) for s, u in alive.items() if u})
 
 
-def _usable(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan) -> bool:
+def _usable(space: Space, plan: Plan) -> bool:
     return (
-        not plan_problems(plan, cost.job)
-        and constraints.allows(plan, plan)
-        and constraints.enough_units(plan)
-        and cost.memory_problem(plan, lengths) is None
+        not plan_problems(plan, space.cost.job)
+        and space.constraints.allows(plan, plan)
+        and space.cost.memory_problem(plan, space.lengths) is None
     )
 
 
-def _chosen(
-    cost: CostModel,
-    lengths: Lengths,
-    constraints: Constraints,
-    current: Plan | None,
-    placer: Placer,
-    found: Found,
-) -> Plan:
+def _chosen(placer: Placer, found: Found, current: Plan | None) -> Plan:
     """Stay with the current plan when nothing is faster; else take the nearest of the best."""
-    limit_s = found.best[0].seconds * (1 + TIE) + cost.between.seconds
+    space = placer.space
+    limit_s = found.best[0].seconds * (1 + TIE) + space.cost.between.seconds
     if (
         current is not None
-        and _usable(cost, lengths, constraints, current)
-        and cost.step(current, lengths).step.mean_s <= limit_s
+        and _usable(space, current)
+        and space.cost.step(current, space.lengths).step.mean_s <= limit_s
     ):
         return current
     return placer.nearest(found.best)

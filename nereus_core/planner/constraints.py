@@ -28,7 +28,7 @@ class Constraints:
     """Model-stages that must share their devices."""
     pinned: Mapping[ModelStage, Layout] = field(default_factory=lambda: MappingProxyType({}))
     min_dp: Mapping[ModelStage, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Least number of units of a stage, as far as devices allow: a copy survives a lost device."""
+    """Least number of units, as far as there are devices and memory for them."""
     excluded: frozenset[Device] = frozenset()
     """Devices that no plan uses: excluded by configuration, or draining."""
     forbidden: frozenset[tuple[Kind, Stage]] = frozenset()
@@ -62,12 +62,17 @@ class Constraints:
             raise ConfigError(key, str(error)) from error
         return cls(
             config.degrees, config.max_tp, config.max_pp, colocate, MappingProxyType(pinned),
-            MappingProxyType(min_dp), excluded, frozenset(forbidden),
+            MappingProxyType(min_dp),
+            excluded, frozenset(forbidden),
         )  # fmt: skip
 
     def excluding(self, devices: frozenset[Device]) -> Constraints:
         """Return the same constraints with more devices left out."""
         return replace(self, excluded=self.excluded | devices)
+
+    def asking(self, min_dp: Mapping[ModelStage, int]) -> Constraints:
+        """Return the same constraints with other least numbers of units."""
+        return replace(self, min_dp=MappingProxyType(dict(min_dp)))
 
     def allows_layout(self, stage: ModelStage, layout: Layout) -> bool:
         """Whether degrees and pins allow a layout, whatever runs now."""
@@ -115,6 +120,7 @@ class Constraints:
             now = None if current is None else current.get(stage)
             if not (
                 self.allows_layout(stage, placement.layout)
+                and placement.dp >= self.min_dp.get(stage, 1)
                 and self.allows_change(stage, now, placement.layout, placement.dp)
                 and self.excluded.isdisjoint(placement.devices)
             ):

@@ -10,7 +10,6 @@ from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
 from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move
 from nereus_core.plan import Placement, Plan, plan_problems
-from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import cut, packed, shape_between, shape_of
 from nereus_core.planner.search import TIE, Solution
 from nereus_core.planner.space import Choice, Space
@@ -25,7 +24,6 @@ class Placer:
     """Turns solutions into plans, near to a current plan where there is one."""
 
     space: Space
-    constraints: Constraints
     current: Plan | None
     _fresh: dict[tuple[Choice, tuple[int, int]], Placement] = field(
         default_factory=dict, repr=False
@@ -92,7 +90,7 @@ class Placer:
         arrangements = (p for s in solutions for p in self._candidates(s, limit_s))
         most = max(_FEWEST_ARRANGEMENTS, _DEVICES_ARRANGED // self.space.num_devices)
         plans = [self._kept_back(p, limit_s) for p in islice(arrangements, most)]
-        allowed = [p for p in plans if self.constraints.allows(p, self.current)] or plans
+        allowed = [p for p in plans if self.space.constraints.allows(p, self.current)] or plans
         moved = [self.moved_bytes(p) for p in allowed]
         fewest = [p for p, b in zip(allowed, moved, strict=True) if b == min(moved)]
         return min(fewest, key=lambda p: (str(p), str(p.to_json())))
@@ -146,7 +144,7 @@ class Placer:
 
     def _as_good(self, plan: Plan, limit_s: float) -> bool:
         return (
-            self.constraints.allows(plan, self.current)
+            self.space.constraints.allows(plan, self.current)
             and self._cost.step(plan, self._lengths).step.mean_s <= limit_s
             and self._cost.memory_problem(plan, self._lengths) is None
         )

@@ -33,7 +33,7 @@ def decide(**changes):
         "current_plan": SLOW,
         "candidate": PLANNED,
         "transition": Interval(0.4, 0.3, 0.5),
-        "crossing": Crossing(50, 40, "tokens"),
+        "crossing": Crossing(50, "tokens"),
         "policy": PolicyConfig(),
         "steps_since_transition": None,
         "decision_s": 0.012,
@@ -89,7 +89,7 @@ def test_the_best_plan_is_kept():
 def test_a_saving_that_may_be_a_loss_is_not_admitted_over_any_horizon():
     uncertain = Interval(SAVING.mean_s, -0.01, 2 * SAVING.mean_s)
     decision = decide(
-        saving=uncertain, transition=Interval(0, 0, 0), crossing=Crossing(1e6, 1e6, "none")
+        saving=uncertain, transition=Interval(0, 0, 0), crossing=Crossing(1e6, "none")
     )
     assert not decision.admitted
 

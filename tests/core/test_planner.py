@@ -163,6 +163,31 @@ def test_colocated_stages_share_devices_and_pinned_layouts_stay():
     assert all(p.layout.tp <= 2 for p in plan.values())
 
 
+def test_a_least_number_of_units_is_kept_as_far_as_devices_and_memory_allow():
+    asked = Constraints(min_dp={ACTOR_TRAIN: 4}, pinned={ACTOR_TRAIN: Layout(1, 1)})
+    cost = CostModel(job_of())
+    planned = best(cost, LENGTHS, asked)
+    assert (planned.best.plan[ACTOR_TRAIN].dp, planned.relaxed) == (4, ())
+    left = cost.on(cost.job.on(SEATS.without(SEATS.devices[:2])))
+    fewer = best(left, LENGTHS, asked)
+    assert fewer.best.plan[ACTOR_TRAIN].dp == 2
+    assert fewer.relaxed == ("actor/train has 2 of the 4 units asked for at least",)
+    assert still_good(left, LENGTHS, asked, fewer.best.plan, 10.0)
+    alone = replace(fewer.best.plan[ACTOR_TRAIN], units=fewer.best.plan[ACTOR_TRAIN].units[:1])
+    single = Plan({**fewer.best.plan, ACTOR_TRAIN: alone})
+    assert not still_good(left, LENGTHS, asked, single, 10.0)
+    assert best(left, LENGTHS, asked, single).best.plan[ACTOR_TRAIN].dp == 2
+
+
+def test_a_least_number_of_units_gives_way_to_memory():
+    cost, lengths = large(1, workload=grpo()), Lengths(512, 1000, 2000, 4000)
+    small = replace(cost.job.cluster, device_spec=replace(H100_SXM, memory_bytes=40 * 2**30))
+    cost = cost.on(cost.job.on(small))
+    planned = best(cost, lengths, Constraints(min_dp={ACTOR_TRAIN: 8}))
+    assert planned.best.plan[ACTOR_TRAIN].dp < 8
+    assert planned.relaxed[0].startswith("actor/train has ")
+
+
 def test_excluded_devices_are_not_used():
     cost = CostModel(job_of())
     away = frozenset(SEATS.devices[:2])
