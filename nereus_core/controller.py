@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from nereus_core.capabilities import Capabilities, Feature
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.cost import CostModel
+from nereus_core.cost.op_classes import OpClass
 from nereus_core.deciding import Decided, decide
 from nereus_core.errors import BoundaryTimeout, NereusError, TransitionFailed, UnitLost
 from nereus_core.events import EventLog, RunFinished, RunStarted, TransitionFinished
@@ -55,6 +56,7 @@ class Controller:
         veto: Veto = lambda decision: None,
         capabilities: Capabilities | None = None,
         backend_version: str | None = None,
+        measured: Mapping[OpClass, float] | None = None,
     ) -> None:
         """Attach to a running job.
 
@@ -67,6 +69,7 @@ class Controller:
             veto: Asked before an opportunistic transition.
             capabilities: What the adapter declares; everything when None.
             backend_version: Of the adapter's framework, for capabilities that depend on it.
+            measured: Efficiencies to start from, by operation class; conservative where absent.
         """
         self._adapter, self._config, self._log = adapter, config, log
         self._notify, self._clock, self._veto = notify, clock, veto
@@ -77,7 +80,7 @@ class Controller:
             digests and digests.at(backend_version)
         )
         job = adapter.job()
-        self._known = Knowledge.of_job(job, config.policy)
+        self._known = Knowledge.of_job(job, config.policy, measured)
         self._now = self._look(job.cluster.healthy, None)
         self._serials: dict[ModelStage, int] = {}
         self._num_transitions, self._transition_s, self._start_s = 0, 0.0, clock()
@@ -169,7 +172,7 @@ class Controller:
         decision = found.decision
         if decision.admitted and decision.path == "opportunistic" and (why := self._veto(decision)):
             decision = replace(decision, admitted=False, rule=f"vetoed: {why}")
-        self._known = self._known.decided()
+        self._known = self._known.decided(decision, trigger)
         self._log.emit(decision.event())
         self._notify("nereus_decided", decision=decision)
         return replace(found, decision=decision)
@@ -199,10 +202,10 @@ class Controller:
                 self._record_refused(graph, found.cost, error)
                 return
             except (TransitionFailed, UnitLost) as failure:
-                lost_units = self._now.lost_units
-                self._after_failure(graph, failure)
                 back = isinstance(failure, TransitionFailed) and failure.rolled_back
-                if back and not lost_units:
+                linked = back and not self._now.lost_units
+                self._after_failure(graph, failure, linked=linked)
+                if linked:
                     return
                 wrong = isinstance(failure, TransitionFailed) and failure.failed == "verification"
                 if wrong or attempt == ATTEMPTS:
@@ -242,14 +245,14 @@ class Controller:
         self._now = self._look(now.usable, None)
         self._notify("nereus_transition_finished", outcome=outcome)
 
-    def _after_failure(self, graph: TransitionGraph, failure: NereusError) -> None:
-        """Look again after a transition that failed: which devices, which units are left."""
+    def _after_failure(self, graph: TransitionGraph, failure: NereusError, *, linked: bool) -> None:
+        """Look again after a transition that failed; units that are not linked cannot step."""
         before = self._now
         left = before.usable - self._adapter.job().cluster.failed
         now = self._look(left, None)
-        if now.problem or left != before.usable:
-            problem = f"transition {graph.name} failed: {failure}"
-            now = replace(now, plan=before.plan, problem=problem)
+        if not linked:
+            plan = before.plan if now.problem else now.plan
+            now = replace(now, plan=plan, problem=f"transition {graph.name} failed: {failure}")
         self._now = now
         if left != before.usable:
             gone = tuple(u for u in before.units if u not in now.units)

@@ -72,6 +72,8 @@ class Decided:
     decision_s: float
     runner_ups: tuple[Json, ...] = ()
     """Plans that lost: {plan, predicted_s, reason}."""
+    bounds_s: Json = field(default_factory=dict)
+    """[low, high] of ``current``, ``candidate``, ``saving`` and ``transition``, where known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,76 +1,105 @@
-"""Forecast: when does a triggering signal next cross its threshold?"""
+"""Forecaster: when will a signal that wakes the planner cross its threshold again?
+
+A decision taken now would be looked at again once mean response tokens have changed by the
+threshold, or once devices leave or come. Until then a saving repeats every step: that is the
+horizon over which a transition has to pay back.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Self
+from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
+from nereus_core.cluster import Device
 from nereus_core.observation import Observation
 
-_WINDOW = 32  # steps that a trend is read from; chosen, not measured
+_WINDOW = 8
+"""Steps a trend is read from; few, so that a change of level is soon forgotten. Chosen."""
+_FEWEST = 4
+"""Steps below which there is no trend to speak of."""
+
+Signal = Literal["tokens", "devices", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Steps until the next crossing: expected, and a lower bound for careful payback."""
+    """The next time a trigger fires, in steps from now."""
 
     steps: float
-    low_steps: float
-    signal: str
+    """Expected; at most the cap that was asked for."""
+    signal: Signal
+    """What is expected to fire; ``none`` when nothing is in sight and the cap applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecaster:
-    """Remembers what decides: response lengths, and when devices last changed."""
+    """Immutable; `seen` returns a new one."""
 
-    tokens: tuple[float, ...] = ()
-    healthy: int | None = None
-    changes: tuple[int, ...] = ()
-    """Steps at which the number of healthy devices changed."""
-    first_step: int = 0
-    step: int = 0
+    tokens: tuple[tuple[int, float], ...] = ()
+    """(step, mean response tokens) of the steps seen last."""
+    first_step: int | None = None
+    last_step: int | None = None
+    supply: frozenset[Device] | None = None
+    """Healthy devices that are not about to leave, when last seen."""
+    supply_changes: int = 0
 
-    def seen(self, observation: Observation) -> Self:
-        """Take in one step."""
-        num_healthy = len(observation.healthy)
-        changed = self.healthy is not None and num_healthy != self.healthy
+    def seen(self, observation: Observation) -> Forecaster:
+        """Take in an observation; a step seen again replaces what was seen of it."""
+        tokens = self.tokens
+        if observation.response_tokens.count:
+            kept = tuple(t for t in tokens if t[0] < observation.step)
+            tokens = (*kept, (observation.step, observation.response_tokens.mean))[-_WINDOW:]
+        supply = observation.healthy - observation.draining
+        changed = self.supply is not None and supply != self.supply
+        first = observation.step if self.first_step is None else self.first_step
         return replace(
             self,
-            tokens=(*self.tokens, observation.response_tokens.mean)[-_WINDOW:],
-            healthy=num_healthy,
-            changes=(*self.changes, observation.step)[-_WINDOW:] if changed else self.changes,
-            first_step=observation.step if self.healthy is None else self.first_step,
-            step=observation.step,
+            tokens=tokens,
+            first_step=first,
+            last_step=max(observation.step, self.last_step or first),
+            supply=supply,
+            supply_changes=self.supply_changes + changed,
         )
 
+    @property
+    def num_steps(self) -> int:
+        """Steps over which devices were watched."""
+        if self.first_step is None or self.last_step is None:
+            return 0
+        return self.last_step - self.first_step + 1
+
     def steps_to_crossing(self, threshold_relative: float, max_steps: int) -> Crossing:
-        """Predict from now: the earlier of the length trend and the supply of devices.
+        """Forecast the next crossing, were a decision taken now.
 
-        The trend is Theil and Sen's (median of pairwise slopes), its lower bound uses the upper
-        quartile of the slopes. Supply: the mean distance of changes so far.
+        Args:
+            threshold_relative: relative change of mean response tokens that wakes the planner.
+            max_steps: longest horizon to assume.
         """
-        found = [self._by_tokens(threshold_relative, max_steps), self._by_devices(max_steps)]
-        return min(found, key=lambda c: (c.low_steps, c.steps))
+        tokens, devices = self._tokens(threshold_relative), self._devices()
+        steps = min(tokens, devices)
+        if steps >= max_steps:
+            return Crossing(float(max_steps), "none")
+        return Crossing(steps, "tokens" if tokens <= devices else "devices")
 
-    def _by_tokens(self, threshold_relative: float, max_steps: int) -> Crossing:
-        if len(self.tokens) < 3 or self.tokens[-1] <= 0:
-            return Crossing(float(max_steps), float(max_steps), "none")
-        values = np.asarray(self.tokens)
-        i, j = np.triu_indices(len(values), k=1)
-        slopes = (values[j] - values[i]) / (j - i)
-        room = threshold_relative * values[-1]
-        median, quartile = np.median(np.abs(slopes)), np.percentile(np.abs(slopes), 75)
-        trend = abs(float(np.median(slopes)))
-        steps = min(float(max_steps), room / trend if trend > 0 else float(max_steps))
-        hurried = max(trend, min(float(quartile), float(median)) if trend > 0 else 0.0)
-        low = min(steps, room / hurried if hurried > 0 else float(max_steps))
-        return Crossing(max(1.0, steps), max(1.0, low), "tokens")
+    def _tokens(self, threshold: float) -> float:
+        """A line through the window by the median of slopes (Theil-Sen): outliers do not turn it.
 
-    def _by_devices(self, max_steps: int) -> Crossing:
-        if not self.changes:
-            return Crossing(float(max_steps), float(max_steps), "none")
-        spell = max(1.0, (self.step - self.first_step + 1) / len(self.changes))
-        steps = min(float(max_steps), spell)
-        return Crossing(steps, max(1.0, steps / 2), "devices")
+        Source: Sen (1968), "Estimates of the Regression Coefficient Based on Kendall's Tau".
+        """
+        if len(self.tokens) < _FEWEST:
+            return math.inf
+        step, mean = (np.array(column) for column in zip(*self.tokens, strict=True))
+        slopes = [
+            (mean[j] - mean[i]) / (step[j] - step[i]) for i, j in combinations(range(len(step)), 2)
+        ]
+        slope = float(np.median(slopes))
+        level = float(np.median(mean - slope * (step - step[-1])))
+        return threshold * level / abs(slope) if slope else math.inf
+
+    def _devices(self) -> float:
+        """Mean steps between the changes of supply seen so far."""
+        return self.num_steps / self.supply_changes if self.supply_changes else math.inf

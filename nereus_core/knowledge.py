@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+from nereus_core.admission import Decision
 from nereus_core.config import PolicyConfig
-from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost import CostModel, EfficiencyTable, Lengths
+from nereus_core.cost.op_classes import OpClass
 from nereus_core.forecast import Forecaster
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
@@ -30,12 +33,21 @@ class Knowledge:
     """None before the first transition."""
     plan_was_seen: bool = False
     """Whether the cost model has seen the current plan run."""
+    postponed: Trigger | None = None
+    """What the last decision was about, if it fell into the cooldown and was not admitted."""
 
     @classmethod
-    def of_job(cls, job: Job, policy: PolicyConfig) -> Self:
-        """Start from priors."""
+    def of_job(
+        cls, job: Job, policy: PolicyConfig, measured: Mapping[OpClass, float] | None
+    ) -> Self:
+        """Start from priors, or from efficiencies measured elsewhere."""
         lengths = Lengths.of_job(job)
-        cost = CostModel(job, headroom=policy.memory_headroom)
+        cost = CostModel(
+            job,
+            EfficiencyTable.prior(job.cluster, measured),
+            headroom=policy.memory_headroom,
+            confidence=policy.confidence,
+        )
         return cls(cost, lengths, Forecaster(), Triggers(policy, lengths.response_mean))
 
     def predicted_s(self, now: Situation) -> float:
@@ -56,13 +68,29 @@ class Knowledge:
         )
 
     def woken(self, signals: Signals) -> tuple[Self, Trigger | None]:
-        """Take in what a boundary saw; return what woke the controller."""
+        """Take in what a boundary saw; return what woke the controller.
+
+        What was postponed wakes it when the cooldown is over.
+        """
         triggers, trigger = self.triggers.seen(signals)
+        if trigger is None and not self.cooling:
+            trigger = self.postponed
         return replace(self, triggers=triggers), trigger
 
-    def decided(self) -> Self:
+    @property
+    def cooling(self) -> bool:
+        """Whether a transition is so recent that only urgent ones are admitted."""
+        since = self.steps_since_transition
+        return since is not None and since < self.triggers.policy.cooldown_steps
+
+    def decided(self, decision: Decision, trigger: Trigger) -> Self:
         """Measure changes from here on."""
-        return replace(self, triggers=self.triggers.decided(self.lengths.response_mean))
+        refused = decision.path == "opportunistic" and not decision.admitted
+        return replace(
+            self,
+            triggers=self.triggers.decided(self.lengths.response_mean),
+            postponed=trigger if refused and self.cooling else None,
+        )
 
     def attempted(self) -> Self:
         """A transition was tried: cool down, and trust no prediction for what runs now."""

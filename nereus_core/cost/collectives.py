@@ -7,13 +7,12 @@ MPICH": a ring all-reduce of n ranks sends 2(n-1)/n of the bytes in 2(n-1) messa
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from nereus_core.cluster import Cluster, LinkSpec
-from nereus_core.cost.op_classes import BoolArray, FloatArray, OpClass, Work
+from nereus_core.cost.op_classes import BoolArray, Column, FloatArray, OpClass, Work
 
 
-def ring_s(link: LinkSpec, ranks: FloatArray, size_bytes: ArrayLike, passes: int) -> FloatArray:
+def ring_s(link: LinkSpec, ranks: FloatArray, size_bytes: Column, passes: int) -> FloatArray:
     """Seconds of a ring over so many ranks; one rank sends nothing.
 
     Args:
@@ -31,8 +30,8 @@ def add_all_reduce(
     cluster: Cluster,
     crosses: BoolArray,
     ranks: FloatArray,
-    size_bytes: ArrayLike,
-    times: ArrayLike,
+    size_bytes: Column,
+    times: Column,
 ) -> None:
     """Add ``times`` all-reduces of so many bytes each."""
     intra_s = times * ring_s(cluster.intra_node, ranks, size_bytes, 2)
@@ -45,8 +44,8 @@ def add_all_gather(
     cluster: Cluster,
     crosses: BoolArray,
     ranks: FloatArray,
-    size_bytes: ArrayLike,
-    times: ArrayLike,
+    size_bytes: Column,
+    times: Column,
 ) -> None:
     """Add ``times`` all-gathers whose result has so many bytes."""
     intra_s = times * ring_s(cluster.intra_node, ranks, size_bytes, 1)
@@ -55,14 +54,10 @@ def add_all_gather(
 
 
 def add_p2p(
-    work: Work, cluster: Cluster, crosses: BoolArray, size_bytes: ArrayLike, times: ArrayLike
+    work: Work, cluster: Cluster, crosses: BoolArray, size_bytes: Column, times: Column
 ) -> None:
     """Add ``times`` messages of so many bytes each."""
     intra, inter = cluster.intra_node, cluster.inter_node
-    work.add_by_link(
-        OpClass.P2P_INTRA,
-        OpClass.P2P_INTER,
-        crosses,
-        times * (np.asarray(size_bytes) / intra.bytes_per_s + intra.latency_s),
-        times * (np.asarray(size_bytes) / inter.bytes_per_s + inter.latency_s),
-    )
+    intra_s = np.asarray(times * (size_bytes / intra.bytes_per_s + intra.latency_s))
+    inter_s = np.asarray(times * (size_bytes / inter.bytes_per_s + inter.latency_s))
+    work.add_by_link(OpClass.P2P_INTRA, OpClass.P2P_INTER, crosses, intra_s, inter_s)

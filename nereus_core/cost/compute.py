@@ -27,7 +27,12 @@ _TRAIN_PASSES = 3
 
 
 def stage_work(
-    job: Job, stage: ModelStage, options: Options, lengths: Lengths, waves: FloatArray
+    job: Job,
+    stage: ModelStage,
+    options: Options,
+    shapes: RankShapes,
+    lengths: Lengths,
+    waves: FloatArray,
 ) -> FloatArray:
     """Ideal seconds of one RL step of a model-stage, by option and class.
 
@@ -35,10 +40,10 @@ def stage_work(
         job: shapes, batch and cluster.
         stage: which model-stage.
         options: its layouts and units.
+        shapes: what they make of the model.
         lengths: tokens per sequence.
         waves: in how many rounds a generating unit takes its sequences; others ignore it.
     """
-    shapes = RankShapes.of(job.model(stage), options)
     work = Work(len(options))
     if stage.stage is Stage.GENERATE:
         _generate(work, job, job.model(stage), options, shapes, lengths, waves)
@@ -132,7 +137,8 @@ def _generate(
     sequences = job.global_batch / options.dp
     waves = np.minimum(waves, sequences)
     alive = sequences / waves
-    steps = lengths.longest_of(alive, job.global_batch)
+    # The slowest unit has the batch's longest response in one of its waves.
+    steps = (waves - 1) * lengths.longest_of(alive, job.global_batch) + lengths.response_max
     layers = model.num_layers
     matrix = shapes.matrix * layers
 
@@ -142,34 +148,34 @@ def _generate(
     work.add(OpClass.GEMM, waves * prefill)
     attention = 2 * shapes.query * lengths.prompt_mean**2 * layers * sequences
     work.add(OpClass.ATTENTION_PREFILL, attention / flops_per_s)
-    # Per wave: the weights are read once per step; each alive sequence costs its own products.
-    tokens = alive * lengths.response_mean
+    # The weights are read once per step; each sequence costs its own products.
+    tokens = sequences * lengths.response_mean
     decode = np.maximum(steps * matrix * each / bytes_per_s, 2 * matrix * tokens / flops_per_s)
-    work.add(OpClass.GEMM_DECODE, waves * decode)
+    work.add(OpClass.GEMM_DECODE, decode)
     # Keys and values of everything before: sum over t of (prompt + t) for each response.
     context = lengths.prompt_mean * lengths.response_mean + lengths.response_square / 2
     read = 2 * shapes.kv * layers * each * context * sequences
     work.add(OpClass.ATTENTION_DECODE, read / bytes_per_s)
     rows = model.hidden * shapes.vocab
     head = np.maximum(steps * rows * each / bytes_per_s, 2 * rows * tokens / flops_per_s)
-    work.add(OpClass.HEAD, waves * head)
+    work.add(OpClass.HEAD, head)
     # Logits in float32 are written once and read three times to sample.
     sampled = 16 * shapes.vocab * lengths.response_mean
     passed = _elementwise(model, shapes) * each * layers * lengths.total_mean
     work.add(OpClass.MEMORY_BOUND, sequences * (sampled + passed) / bytes_per_s)
-    passes = waves * (steps + 1)
+    passes = waves + steps
     _add_launches(work, job, passes * (_KERNELS_PER_LAYER * layers + _KERNELS_PER_PASS))
 
     ranks = options.tp.astype(np.float64)
     row = model.hidden * each
     mean_alive = tokens / steps
-    for size, times in ((alive * lengths.prompt_mean, waves), (mean_alive, waves * steps)):
+    for size, times in ((alive * lengths.prompt_mean, waves), (mean_alive, steps)):
         sums = times * (2 * layers + 1)
         add_all_reduce(work, job.cluster, options.tp_crosses, ranks, size * row, sums)
         hops = times * (options.pp - 1)
         add_p2p(work, job.cluster, options.pp_crosses, size * row, hops)
     logits = 4 * model.vocab * mean_alive
-    add_all_gather(work, job.cluster, options.tp_crosses, ranks, logits, waves * steps)
+    add_all_gather(work, job.cluster, options.tp_crosses, ranks, logits, steps)
 
 
 def _elementwise(model: ModelSpec, shapes: RankShapes) -> FloatArray:
@@ -188,13 +194,12 @@ def _add_launches(work: Work, job: Job, kernels: FloatArray) -> None:
     work.add(OpClass.LAUNCH, np.maximum(0.0, launching - work.table.sum(axis=1)))
 
 
-def sync_work(job: Job, stage: ModelStage, options: Options) -> FloatArray:
+def sync_work(job: Job, stage: ModelStage, options: Options, shapes: RankShapes) -> FloatArray:
     """Ideal seconds in which a follower takes up its train stage's weights.
 
     An upper bound that depends on the follower alone: every device receives its whole shard over
     the slowest link there is. State routes move less where a device already holds a part.
     """
-    shapes = RankShapes.of(job.model(stage), options)
     work = Work(len(options))
     if job.workload.node(stage).weights_from is not None:
         nodes = {d.node for d in job.cluster.healthy}

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost.compute import stage_work, sync_work
+from nereus_core.cost.corrections import Between, Scale
 from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
 from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.op_classes import FloatArray
-from nereus_core.cost.shapes import Options
-from nereus_core.cost.step import StepCost, cells, makespan, options_of
+from nereus_core.cost.shapes import Options, RankShapes
+from nereus_core.cost.step import Cell, StepCost, makespan, options_of, regions
 from nereus_core.cost.transition import primitive_work
 from nereus_core.observation import Observation
-from nereus_core.plan import Plan
+from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Primitive
 from nereus_core.units import UnitMap
 from nereus_core.workload import Job, ModelStage
@@ -28,59 +29,8 @@ from nereus_core.workload import Job, ModelStage
 _MISFIT = 0.065
 """Relative error left when a calibrated model meets a layout it has not seen. Source: five-fold
 error of a white-box model of this form on vTrain's measured multi-node plans."""
-_REMEMBERED_STEPS = 5
-"""Steps whose median is taken for what happens between stages; chosen, not measured."""
-_TRANSITION_DEVIATION = 0.7
-"""Of the log of measured / predicted primitive seconds before any is seen; chosen."""
-_TRANSITION_NOISE = 0.3
-"""The same from one primitive to the next; chosen, not measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """What a step takes beside its stages, learned from the steps seen last."""
-
-    overhead_s: tuple[float, ...] = ()
-    """Seconds between stages: data, rewards, bookkeeping."""
-    sync: tuple[float, ...] = ()
-    """Measured / predicted weight synchronization, at most 1 (predictions are upper bounds)."""
-
-    @property
-    def seconds(self) -> float:
-        """Overhead of a step; 0 until one is seen."""
-        return statistics.median(self.overhead_s or (0.0,))
-
-    @property
-    def sync_factor(self) -> float:
-        """Part of the predicted synchronization that takes place; 1 until a step is seen."""
-        return statistics.median(self.sync or (1.0,))
-
-    def seen(self, extra_s: float, sync_s: float) -> Between:
-        """Take in a step that took so much longer than its stages, and its predicted syncs."""
-        factor = min(1.0, max(0.0, extra_s) / sync_s) if sync_s > 0 else 1.0
-        overhead_s = max(0.0, extra_s - sync_s)
-        return Between(
-            (*self.overhead_s, overhead_s)[-_REMEMBERED_STEPS:],
-            (*self.sync, factor)[-_REMEMBERED_STEPS:],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Measured / predicted seconds of primitives, in logs, with its variance."""
-
-    log: float = 0.0
-    variance: float = _TRANSITION_DEVIATION**2
-
-    def seen(self, predicted_s: float, measured_s: float) -> Scale:
-        """Take in one primitive; outliers beyond two deviations pull no harder."""
-        spread = math.sqrt(self.variance + _TRANSITION_NOISE**2)
-        surprise = math.log(measured_s / predicted_s)
-        gain = self.variance / spread**2
-        moved = self.log + gain * max(-2 * spread, min(2 * spread, surprise))
-        # Never surer than a tenth of one primitive's scatter: machines change.
-        variance = max(self.variance * (1 - gain), _TRANSITION_NOISE**2 / 10)
-        return Scale(moved, variance)
+_PRIOR = cast(EfficiencyTable, None)
+"""Stands for the conservative prior of the job's cluster."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +40,9 @@ class StageTable:
     stage: ModelStage
     options: Options
     waves: FloatArray
+    work: FloatArray
+    """Ideal seconds per class [row, class]."""
+    sync_work: FloatArray
     seconds: FloatArray
     sync_s: FloatArray
     persistent_bytes: FloatArray
@@ -109,16 +62,24 @@ class CostModel:
     """An immutable value; `refined` and `on` return new ones."""
 
     job: Job
-    efficiencies: EfficiencyTable = field(default=None)  # type: ignore[assignment]  # filled below
+    efficiencies: EfficiencyTable = _PRIOR
+    """The conservative prior where none is given."""
     headroom: float = 0.1
     """Part of a device's memory that no plan may use."""
     confidence: float = 0.9
     """With which each bound of an interval holds."""
-    between: Between = Between()
-    scale: Scale = Scale()
+    between: Between = field(default_factory=Between)
+    scale: Scale = field(default_factory=Scale)
+    # Kept by identity (hashing a thousand devices takes longer), with the object so that it lives.
+    _tables: dict[tuple[ModelStage, int, Lengths], tuple[Placement, StageTable]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _met: dict[int, tuple[Plan, Mapping[Cell, frozenset[Device]]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
-        if self.efficiencies is None:
+        if self.efficiencies is _PRIOR:
             object.__setattr__(self, "efficiencies", EfficiencyTable.prior(self.job.cluster))
 
     @property
@@ -135,7 +96,7 @@ class CostModel:
         stages = self._stages(plan, lengths)
         seconds, sync_s = self._seconds(stages)
         busy_s = {s: seconds[s] + sync_s[s] for s in plan}
-        total, critical = makespan(self.job.workload, busy_s, cells(plan))
+        total, critical = makespan(self.job.workload, busy_s, self._regions(plan))
         deviation = self.efficiencies.deviation(self._parts(stages, critical, 1.0))
         total += self.between.seconds
         step = Interval.relative(total, deviation / total, self.confidence)
@@ -170,39 +131,38 @@ class CostModel:
             options.tp[at], options.pp[at], options.dp[at],
             options.tp_crosses[at], options.pp_crosses[at], options.dp_crosses[at],
         )  # fmt: skip
-        job = self.job
+        job, shapes = self.job, RankShapes.of(self.job.model(stage), rows)
+        work = stage_work(job, stage, rows, shapes, lengths, waves)
+        sync = sync_work(job, stage, rows, shapes)
         return StageTable(
             stage,
             rows,
             waves,
-            self.efficiencies.seconds(stage, stage_work(job, stage, rows, lengths, waves)),
-            sync_work(job, stage, rows) @ self.efficiencies.inverse * self.between.sync_factor,
-            persistent_bytes(job, stage, rows),
-            transient_bytes(job, stage, rows, lengths, waves),
+            work,
+            sync,
+            self.efficiencies.seconds(stage, work),
+            sync @ self.efficiencies.inverse * self.between.sync_factor,
+            persistent_bytes(job, stage, shapes),
+            transient_bytes(job, stage, rows, shapes, lengths, waves),
         )
 
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
         """Predict peak bytes per device in use, headroom not counted."""
-        need: dict[Device, tuple[float, float]] = {}
-        waves = self._waves(plan, lengths)
-        for stage, placement in plan.items():
-            options = options_of(placement, self.job.cluster)
-            stays = float(persistent_bytes(self.job, stage, options)[0])
-            runs = float(transient_bytes(self.job, stage, options, lengths, waves[stage])[0])
-            for device in placement.devices:
-                kept, peak = need.get(device, (0.0, 0.0))
-                need[device] = (kept + stays, max(peak, runs))
-        return {d: math.ceil(kept + peak) for d, (kept, peak) in sorted(need.items())}
+        need = self._need(plan, lengths)
+        met = self._regions(plan)
+        return {device: need[cell] for cell in need for device in met[cell]}
 
     def memory_problem(self, plan: Plan, lengths: Lengths) -> str | None:
         """Say which device lacks most memory and how much it needs, or None when all fit."""
-        need = self.memory(plan, lengths)
-        device = max(need, key=lambda d: need[d])
-        if need[device] <= self.capacity_bytes:
+        need = self._need(plan, lengths)
+        most = max(need.values())
+        if most <= self.capacity_bytes:
             return None
+        met = self._regions(plan)
+        device = min(d for cell in need if need[cell] == most for d in met[cell])
         there = ", ".join(f"{s}={p}" for s, p in plan.items() if device in p.devices)
         return (
-            f"{device} needs {need[device] / 2**30:.2f} GiB for {there} "
+            f"{device} needs {most / 2**30:.2f} GiB for {there} "
             f"and has {self.capacity_bytes / 2**30:.2f} GiB with {self.headroom:.0%} headroom"
         )
 
@@ -227,7 +187,7 @@ class CostModel:
         )
         refined = replace(self, efficiencies=efficiencies)
         if set(measured_s) == set(plan) and observation.step > 0 and observation.step_s > 0:
-            inverse, met = efficiencies.inverse, cells(plan)
+            inverse, met = efficiencies.inverse, self._regions(plan)
             synced = {s: t + float(stages.sync[s] @ inverse) for s, t in measured_s.items()}
             alone_s, _ = makespan(self.job.workload, measured_s, met)
             synced_s, _ = makespan(self.job.workload, synced, met)
@@ -242,13 +202,12 @@ class CostModel:
         return replace(self, scale=self.scale.seen(predicted_s, measured_s))
 
     def _stages(self, plan: Plan, lengths: Lengths) -> _Stages:
-        waves = self._waves(plan, lengths)
-        work, sync = {}, {}
-        for stage, placement in plan.items():
-            options = options_of(placement, self.job.cluster)
-            work[stage] = stage_work(self.job, stage, options, lengths, waves[stage])[0]
-            sync[stage] = sync_work(self.job, stage, options)[0]
-        return _Stages(work, sync)
+        # A plan that does not fit is priced as if it did, so that it can be compared at all.
+        rows = {s: (table, row or 0) for s, (table, row) in self._rows(plan, lengths).items()}
+        return _Stages(
+            {s: table.work[row] for s, (table, row) in rows.items()},
+            {s: table.sync_work[row] for s, (table, row) in rows.items()},
+        )
 
     def _seconds(self, stages: _Stages) -> tuple[dict[ModelStage, float], dict[ModelStage, float]]:
         inverse, factor = self.efficiencies.inverse, self.between.sync_factor
@@ -266,19 +225,47 @@ class CostModel:
             parts.append((None, sign * factor * stages.sync[s] * inverse))
         return parts
 
-    def _waves(self, plan: Plan, lengths: Lengths) -> Mapping[ModelStage, FloatArray]:
-        """Fewest rounds in which each generating stage fits beside what stays on its devices."""
-        stays = {
-            s: float(persistent_bytes(self.job, s, options_of(p, self.job.cluster))[0])
-            for s, p in plan.items()
-        }
-        met = cells(plan)
-        found = {}
-        for stage, placement in plan.items():
-            ladder = np.array(wave_ladder(self.job, stage), dtype=np.float64)
-            beside = max(sum(stays[s] for s in cell) for cell in met if stage in cell)
-            options = options_of(placement, self.job.cluster)
-            runs = transient_bytes(self.job, stage, options, lengths, ladder)
-            fitting = np.broadcast_to(runs, ladder.shape) + beside <= self.capacity_bytes
-            found[stage] = ladder[[int(fitting.argmax()) if fitting.any() else -1]]
+    def _rows(
+        self, plan: Plan, lengths: Lengths
+    ) -> Mapping[ModelStage, tuple[StageTable, int | None]]:
+        """Each stage's table, and the row of the fewest rounds that fit beside what stays there.
+
+        The row is None where none fits.
+        """
+        tables = {stage: self._placed(stage, p, lengths) for stage, p in plan.items()}
+        met = self._regions(plan)
+        found: dict[ModelStage, tuple[StageTable, int | None]] = {}
+        for stage, table in tables.items():
+            beside = max(
+                sum(float(tables[s].persistent_bytes[0]) for s in cell)
+                for cell in met
+                if stage in cell
+            )
+            fitting = table.transient_bytes + beside <= self.capacity_bytes
+            found[stage] = (table, int(fitting.argmax()) if fitting.any() else None)
         return found
+
+    def _need(self, plan: Plan, lengths: Lengths) -> Mapping[Cell, int]:
+        """Peak bytes of each device of a region: what stays adds up, the largest of what runs."""
+        stays, runs = {}, {}
+        for stage, (table, fitting) in self._rows(plan, lengths).items():
+            row = -1 if fitting is None else fitting  # the last row needs least
+            stays[stage] = float(table.persistent_bytes[row])
+            runs[stage] = float(table.transient_bytes[row])
+        return {
+            cell: math.ceil(sum(stays[s] for s in sorted(cell)) + max(runs[s] for s in cell))
+            for cell in self._regions(plan)
+        }
+
+    def _placed(self, stage: ModelStage, placement: Placement, lengths: Lengths) -> StageTable:
+        """The table of one placement; kept, because plans to compare differ in few stages."""
+        key = (stage, id(placement), lengths)
+        if key not in self._tables:
+            table = self.table(stage, options_of(placement), lengths)
+            self._tables[key] = (placement, table)
+        return self._tables[key][1]
+
+    def _regions(self, plan: Plan) -> Mapping[Cell, frozenset[Device]]:
+        if id(plan) not in self._met:
+            self._met[id(plan)] = (plan, regions(plan))
+        return self._met[id(plan)][1]

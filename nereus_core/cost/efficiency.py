@@ -160,7 +160,7 @@ class EfficiencyTable:
         return table
 
     def _loosened(self, variances: FloatArray | float) -> FloatArray:
-        """Covariance with variances added, none beyond its prior: what is unseen stays as it was."""
+        """Covariance with variances added, none beyond its prior: the unseen stays as it was."""
         stages = len(self.covariance) - len(CLASSES)
         prior = np.square([_PRIOR_DEVIATION] * len(CLASSES) + [_RESIDUAL_DEVIATION] * stages)
         room = np.maximum(0.0, prior - np.diag(self.covariance))
@@ -183,7 +183,9 @@ class EfficiencyTable:
         state = self._state()
         gain, _ = _gain(self.covariance, jacobian, _NOISE_DEVIATION)
         surprise = -math.log(value) - state[INDEX[op_class]]
-        return self._moved(state + gain * surprise, _shrunk(self.covariance, gain, jacobian))
+        return self._moved(
+            state + gain * surprise, _shrunk(self.covariance, gain, jacobian, _NOISE_DEVIATION)
+        )
 
     def _corrected(
         self, stage: ModelStage, work: FloatArray, log_seconds: float, noise: float
@@ -205,23 +207,32 @@ class EfficiencyTable:
             _, deviation = _gain(covariance, jacobian, noise)
         limit = _HUBER * deviation
         target = log_seconds - surprise + max(-limit, min(limit, surprise))
-        state = prior
+        state, free = prior, np.ones(len(prior), dtype=np.bool_)
         for _ in range(_ITERATIONS):
             predicted, jacobian = _predict(state, work, at)
-            gain, _ = _gain(covariance, jacobian, noise)
-            # Iterated extended Kalman filter: relinearize around the newest state.
-            state = prior + gain * (target - predicted - jacobian @ (prior - state))
-            state[: len(CLASSES)] = np.clip(state[: len(CLASSES)], 0.0, _MAX_LOG_INVERSE)
-        table = self._moved(state, _shrunk(covariance, gain, jacobian))
+            # Iterated extended Kalman filter: relinearize around the newest state. Efficiencies
+            # that have reached their bound stay there and leave the rest to the others.
+            gain, _ = _gain(covariance, jacobian * free, noise)
+            gain = gain * free
+            moved = prior + gain * (target - predicted - jacobian @ (prior - state))
+            state = np.concatenate([_bounded(moved), moved[len(CLASSES) :]])
+            free &= state == moved
+        jacobian = jacobian * free
+        table = self._moved(state, _shrunk(covariance, gain, jacobian, noise))
         return replace(table, streaks={**self.streaks, stage: streak})
 
     def _state(self) -> FloatArray:
         return np.concatenate([self.log_inverse, list(self.log_residual.values())])
 
     def _moved(self, state: FloatArray, covariance: FloatArray) -> EfficiencyTable:
-        classes = np.clip(state[: len(CLASSES)], 0.0, _MAX_LOG_INVERSE)
+        classes = _bounded(state)
         residuals = dict(zip(self.log_residual, map(float, state[len(CLASSES) :]), strict=True))
         return replace(self, log_inverse=classes, log_residual=residuals, covariance=covariance)
+
+
+def _bounded(state: FloatArray) -> FloatArray:
+    """Log inverse efficiencies of a state, kept where efficiencies are in (0, 1]."""
+    return np.clip(state[: len(CLASSES)], 0.0, _MAX_LOG_INVERSE)
 
 
 def _predict(state: FloatArray, work: FloatArray, at: int) -> tuple[float, FloatArray]:
@@ -241,6 +252,13 @@ def _gain(covariance: FloatArray, jacobian: FloatArray, noise: float) -> tuple[F
     return spread / variance, math.sqrt(variance)
 
 
-def _shrunk(covariance: FloatArray, gain: FloatArray, jacobian: FloatArray) -> FloatArray:
-    after = covariance - np.outer(gain, jacobian @ covariance)
+def _shrunk(
+    covariance: FloatArray, gain: FloatArray, jacobian: FloatArray, noise: float
+) -> FloatArray:
+    """Covariance after a correction, in Joseph's form: no gain can make a variance negative.
+
+    Source: Bucy and Joseph (1968), "Filtering for Stochastic Processes with Applications".
+    """
+    kept = np.eye(len(gain)) - np.outer(gain, jacobian)
+    after = kept @ covariance @ kept.T + np.outer(gain, gain) * noise**2
     return np.asarray((after + after.T) / 2)

@@ -78,4 +78,5 @@ class Lengths:
         ends += [(20.0, self.response_p95)] if batch > 20 else []
         ends += [(float(batch), self.response_max)] if batch > 1 else []
         numbers, tokens = zip(*ends, strict=True)
-        return np.interp(np.log(np.maximum(1.0, sequences)), np.log(numbers), tokens)
+        found = np.interp(np.log(np.maximum(1.0, sequences)), np.log(numbers), tokens)
+        return np.asarray(found)

@@ -17,19 +17,23 @@ _LOGITS_BYTES = 4
 """Logits are float32 on every framework studied."""
 
 
-def persistent_bytes(job: Job, stage: ModelStage, options: Options) -> FloatArray:
+def persistent_bytes(job: Job, stage: ModelStage, shapes: RankShapes) -> FloatArray:
     """Bytes kept between steps: parameters, and moments and master copies where it trains."""
     precision = job.precision
     each = precision.train_bytes if stage.stage is Stage.TRAIN else precision.param_bytes
-    return RankShapes.of(job.model(stage), options).params * each
+    return shapes.params * each
 
 
 def transient_bytes(
-    job: Job, stage: ModelStage, options: Options, lengths: Lengths, waves: FloatArray
+    job: Job,
+    stage: ModelStage,
+    options: Options,
+    shapes: RankShapes,
+    lengths: Lengths,
+    waves: FloatArray,
 ) -> FloatArray:
     """Bytes that exist only while the stage runs: gradients, activations, logits, KV cache."""
     model, each = job.model(stage), job.precision.param_bytes
-    shapes = RankShapes.of(model, options)
     sequences = job.global_batch / options.dp
     if stage.stage is Stage.GENERATE:
         alive = np.ceil(sequences / waves)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+Column = FloatArray | IntArray | float
+"""One number per option, or one for all."""
 
 
 class OpClass(StrEnum):
@@ -54,7 +56,7 @@ class Work:
     def __init__(self, num_options: int) -> None:
         self.table: FloatArray = np.zeros((num_options, len(CLASSES)))
 
-    def add(self, op_class: OpClass, ideal_s: ArrayLike) -> None:
+    def add(self, op_class: OpClass, ideal_s: Column) -> None:
         """Add ideal seconds, one per option or one for all."""
         self.table[:, INDEX[op_class]] += ideal_s
 
@@ -63,8 +65,8 @@ class Work:
         intra: OpClass,
         inter: OpClass,
         crosses: BoolArray,
-        intra_s: ArrayLike,
-        inter_s: ArrayLike,
+        intra_s: Column,
+        inter_s: Column,
     ) -> None:
         """Add communication to the class of the link it crosses, per option."""
         self.add(intra, np.where(crosses, 0.0, intra_s))

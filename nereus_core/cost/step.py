@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nereus_core.cluster import Cluster, Device
+from nereus_core.cluster import Device
 from nereus_core.cost.interval import Interval
 from nereus_core.cost.shapes import Options
 from nereus_core.plan import Placement, Plan
@@ -43,14 +43,22 @@ def levels(workload: Workload) -> Mapping[ModelStage, int]:
     return found
 
 
-def cells(plan: Plan) -> frozenset[Cell]:
-    """Every set of stages that meets on some device."""
-    on: dict[Device, list[ModelStage]] = {}
+def regions(plan: Plan) -> Mapping[Cell, frozenset[Device]]:
+    """Cut the devices of a plan into regions on which the same stages meet."""
+    found: dict[Cell, frozenset[Device]] = {}
     for stage, placement in plan.items():
-        for unit in placement.units:
-            for device in unit:
-                on.setdefault(device, []).append(stage)
-    return frozenset(map(frozenset, on.values()))
+        left, cut = placement.devices, dict[Cell, frozenset[Device]]()
+        for cell, devices in found.items():
+            shared = devices & left
+            if shared:
+                cut[cell | {stage}] = shared
+                left, devices = left - shared, devices - shared
+            if devices:
+                cut[cell] = devices
+        if left:
+            cut[frozenset({stage})] = left
+        found = cut
+    return found
 
 
 def makespan(
@@ -61,7 +69,7 @@ def makespan(
     Args:
         workload: the algorithm's graph.
         busy_s: seconds each model-stage holds its devices.
-        met: stages that share devices, from `cells`.
+        met: stages that share devices, from `regions`.
     """
     level = levels(workload)
     synchronous = [s for s in level if not (workload.asynchronous and s.stage is Stage.GENERATE)]
@@ -84,14 +92,15 @@ def _busiest(
     return max(sums, default=(0.0, list[ModelStage]()))
 
 
-def options_of(placement: Placement, cluster: Cluster) -> Options:
+def options_of(placement: Placement) -> Options:
     """Read a placement as the one row of a table: degrees, and where groups cross nodes."""
     tp, pp = placement.layout.tp, placement.layout.pp
-    nodes = np.array([[d.node for d in unit] for unit in placement.units])
-    grid = nodes.reshape(placement.dp, pp, tp)
-
-    def crosses(axis: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return np.array([bool((grid != grid.take([0], axis=axis)).any())])
-
     column = [np.array([n]) for n in (tp, pp, placement.dp)]
-    return Options(*column, tp_crosses=crosses(2), pp_crosses=crosses(1), dp_crosses=crosses(0))
+    names = {d.node for unit in placement.units for d in unit}
+    if len(names) == 1:
+        return Options.within_node(*column)
+    number = {name: i for i, name in enumerate(sorted(names))}
+    nodes = np.array([[number[d.node] for d in unit] for unit in placement.units])
+    grid = nodes.reshape(placement.dp, pp, tp)
+    crosses = [(grid != grid.take([0], axis=axis)).any(keepdims=True) for axis in (2, 1, 0)]
+    return Options(*column, *(c.reshape(1) for c in crosses))

@@ -16,16 +16,18 @@ import numpy as np
 
 from nereus_core.cost import CostModel, Lengths, StepCost
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.plan import Plan, plan_problems
+from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.nearest import tightest
 from nereus_core.planner.placing import Placer
 from nereus_core.planner.search import TIE, Found, search
 from nereus_core.planner.space import Space
+from nereus_core.workload import Job
 
 __all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
 
 _RUNNER_UPS = 5
+_CURRENT = "the current plan: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Planned:
     """Fastest first, the ones that do not fit last."""
     searched: int
     """Arrangements of groups that were solved exactly; bounds ruled out the others."""
+    relaxed: tuple[str, ...] = ()
+    """Least numbers of units that could not be had, in words."""
 
 
 def best(
@@ -68,16 +72,34 @@ def best(
     Raises:
         NoFeasiblePlan: nothing fits in memory, or constraints leave a stage no layout.
     """
-    space = Space.of(cost, lengths, constraints, current)
-    index = {stage: i for i, stage in enumerate(space.stages)}
-    together = [frozenset(index[s] for s in g if s in index) for g in constraints.colocate]
-    found = search(space, together)
+    running = None if current is None else _intact(current, cost.job)
+    space, found = _searched(cost, lengths, constraints, running)
+    if not found.best and constraints.min_dp:
+        space, found = _searched(cost, lengths, constraints.asking({}), running)
     if not found.best:
-        raise NoFeasiblePlan(space.num_devices, tightest(space, together))
-    placer = Placer(space, constraints, current)
-    plan = _chosen(cost, lengths, constraints, current, placer, found)
+        raise NoFeasiblePlan(space.num_devices, tightest(space, _together(space)))
+    placer = Placer(space, running)
+    plan = _chosen(placer, found, current)
     chosen = Candidate(plan, cost.step(plan, lengths))
-    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched)
+    relaxed = tuple(
+        f"{stage} has {plan[stage].dp} of the {asked} units asked for at least"
+        for stage, asked in sorted(constraints.min_dp.items())
+        if stage in plan and plan[stage].dp < asked
+    )
+    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched, relaxed)
+
+
+def _searched(
+    cost: CostModel, lengths: Lengths, constraints: Constraints, running: Plan | None
+) -> tuple[Space, Found]:
+    space = Space.of(cost, lengths, constraints, running)
+    return space, search(space, _together(space))
+
+
+def _together(space: Space) -> list[frozenset[int]]:
+    """Stages that must share devices, by index."""
+    index = {stage: i for i, stage in enumerate(space.stages)}
+    return [frozenset(index[s] for s in g if s in index) for g in space.constraints.colocate]
 
 
 def still_good(
@@ -89,9 +111,11 @@ def still_good(
     least the least device-seconds of its stages over all devices. False may also mean that the
     bound is too weak to tell.
     """
-    if not _usable(cost, lengths, constraints, current):
+    if plan_problems(current, cost.job):
         return False
     space = Space.of(cost, lengths, constraints, current)
+    if not _usable(space, current):
+        return False
     least = space.least_s()
     device_s = (least * space.sizes).min(axis=1)
     level = np.array([o.level for o in space.options])
@@ -106,28 +130,29 @@ def still_good(
     return cost.step(current, lengths).step.mean_s <= (1 + delta) * bound_s
 
 
-def _usable(cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan) -> bool:
+def _intact(plan: Plan, job: Job) -> Plan:
+    """What runs of a plan: units all of whose devices are healthy; a stage may have none left."""
+    healthy = set(job.cluster.healthy)
+    alive = {s: [u for u in p.units if healthy.issuperset(u)] for s, p in plan.items()}
+    return Plan({s: Placement(plan[s].layout, tuple(u)) for s, u in alive.items() if u})
+
+
+def _usable(space: Space, plan: Plan) -> bool:
     return (
-        not plan_problems(plan, cost.job)
-        and constraints.allows(plan, plan)
-        and cost.memory_problem(plan, lengths) is None
+        not plan_problems(plan, space.cost.job)
+        and space.constraints.allows(plan, plan)
+        and space.cost.memory_problem(plan, space.lengths) is None
     )
 
 
-def _chosen(
-    cost: CostModel,
-    lengths: Lengths,
-    constraints: Constraints,
-    current: Plan | None,
-    placer: Placer,
-    found: Found,
-) -> Plan:
+def _chosen(placer: Placer, found: Found, current: Plan | None) -> Plan:
     """Stay with the current plan when nothing is faster; else take the nearest of the best."""
-    limit_s = found.best[0].seconds * (1 + TIE) + cost.between.seconds
+    space = placer.space
+    limit_s = found.best[0].seconds * (1 + TIE) + space.cost.between.seconds
     if (
         current is not None
-        and _usable(cost, lengths, constraints, current)
-        and cost.step(current, lengths).step.mean_s <= limit_s
+        and _usable(space, current)
+        and space.cost.step(current, space.lengths).step.mean_s <= limit_s
     ):
         return current
     return placer.nearest(found.best)
@@ -135,12 +160,12 @@ def _chosen(
 
 def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[RunnerUp, ...]:
     space, best_s = placer.space, chosen.step.step.mean_s
-    seen, fit, unfit = {chosen.plan}, list[RunnerUp](), list[RunnerUp]()
+    seen, fit, unfit = [chosen.plan], list[RunnerUp](), list[RunnerUp]()
 
-    def consider(plan: Plan, word: str) -> None:
-        if plan in seen or plan_problems(plan, space.cost.job):
+    def consider(plan: Plan, word: str = "") -> None:
+        if plan in seen:
             return
-        seen.add(plan)
+        seen.append(plan)
         seconds = space.cost.step(plan, space.lengths).step.mean_s
         if problem := space.cost.memory_problem(plan, space.lengths):
             unfit.append(RunnerUp(plan, seconds, f"{word}does not fit: {problem}"))
@@ -148,16 +173,23 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
             slower = f"{word}slower by {seconds / best_s - 1:.1%}"
             fit.append(RunnerUp(plan, seconds, slower))
         else:
-            fit.append(RunnerUp(plan, seconds, f"{word}as fast, moves more bytes"))
+            moves = "" if placer.current is None else ", moves more bytes"
+            fit.append(RunnerUp(plan, seconds, f"{word}as fast{moves}"))
 
-    if placer.current is not None and set(placer.current) == set(space.stages):
-        consider(placer.current, "the current plan: ")
-    for solution in (*found.best[1:], *found.others):
-        consider(placer.canonical(solution), "")
-    consider(placer.unbounded(found.best[0]), "")
+    if placer.current is not None and not plan_problems(placer.current, space.cost.job):
+        consider(placer.current, _CURRENT)
+    for plan in placer.variants(found.best[0]):
+        consider(plan)
+    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others):
+        consider(placer.canonical(solution))
+    consider(placer.unbounded(found.best[0]))
     return _shortest(fit, unfit)
 
 
 def _shortest(fit: Sequence[RunnerUp], unfit: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
-    ordered = sorted(fit, key=lambda r: r.predicted_s)[: _RUNNER_UPS - min(1, len(unfit))]
-    return (*ordered, *unfit[: _RUNNER_UPS - len(ordered)])
+    """The fastest, with room kept for one that does not fit and for the current plan."""
+    mine = [r for r in fit if r.reason.startswith(_CURRENT)]
+    others = sorted((r for r in fit if r not in mine), key=lambda r: r.predicted_s)
+    room = _RUNNER_UPS - len(mine) - min(1, len(unfit))
+    kept = sorted([*mine, *others[:room]], key=lambda r: r.predicted_s)
+    return (*kept, *unfit[: _RUNNER_UPS - len(kept)])

@@ -27,6 +27,8 @@ class Constraints:
     colocate: tuple[frozenset[ModelStage], ...] = ()
     """Model-stages that must share their devices."""
     pinned: Mapping[ModelStage, Layout] = field(default_factory=lambda: MappingProxyType({}))
+    min_dp: Mapping[ModelStage, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Least number of units, as far as there are devices and memory for them."""
     excluded: frozenset[Device] = frozenset()
     """Devices that no plan uses: excluded by configuration, or draining."""
     forbidden: frozenset[tuple[Kind, Stage]] = frozenset()
@@ -52,18 +54,25 @@ class Constraints:
             colocate = tuple(frozenset(map(ModelStage.parse, g)) for g in config.colocate)
             key = "constraints.pin"
             pinned = {ModelStage.parse(s): Layout.parse(t) for s, t in config.pin.items()}
+            key = "constraints.min_dp"
+            min_dp = {ModelStage.parse(s): n for s, n in config.min_dp.items()}
             key = "constraints.exclude"
             excluded = frozenset(map(Device.parse, config.exclude))
         except ValueError as error:
             raise ConfigError(key, str(error)) from error
         return cls(
             config.degrees, config.max_tp, config.max_pp, colocate, MappingProxyType(pinned),
+            MappingProxyType(min_dp),
             excluded, frozenset(forbidden),
         )  # fmt: skip
 
     def excluding(self, devices: frozenset[Device]) -> Constraints:
         """Return the same constraints with more devices left out."""
         return replace(self, excluded=self.excluded | devices)
+
+    def asking(self, min_dp: Mapping[ModelStage, int]) -> Constraints:
+        """Return the same constraints with other least numbers of units."""
+        return replace(self, min_dp=MappingProxyType(dict(min_dp)))
 
     def allows_layout(self, stage: ModelStage, layout: Layout) -> bool:
         """Whether degrees and pins allow a layout, whatever runs now."""
@@ -97,6 +106,10 @@ class Constraints:
             return able(Kind.MERGE)
         return able(Kind.SPLIT) or able(Kind.MERGE)
 
+    def enough_units(self, plan: Plan) -> bool:
+        """Whether every stage has the units that ``min_dp`` asks for."""
+        return all(plan[s].dp >= least for s, least in self.min_dp.items() if s in plan)
+
     def allows_moves(self, stage: ModelStage) -> bool:
         """Whether a stage may leave devices for others: that takes Extend and Destroy."""
         return not {(Kind.EXTEND, stage.stage), (Kind.DESTROY, stage.stage)} & self.forbidden
@@ -107,6 +120,7 @@ class Constraints:
             now = None if current is None else current.get(stage)
             if not (
                 self.allows_layout(stage, placement.layout)
+                and placement.dp >= self.min_dp.get(stage, 1)
                 and self.allows_change(stage, now, placement.layout, placement.dp)
                 and self.excluded.isdisjoint(placement.devices)
             ):

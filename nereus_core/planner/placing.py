@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from dataclasses import dataclass, field, replace
+from itertools import islice, permutations
 
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
 from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move
 from nereus_core.plan import Placement, Plan, plan_problems
-from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import cut, packed, shape_between, shape_of
 from nereus_core.planner.search import TIE, Solution
 from nereus_core.planner.space import Choice, Space
+
+_FEWEST_ARRANGEMENTS = 8
+_DEVICES_ARRANGED = 20_000
+"""Devices placed at most to find the arrangement nearest to the current plan; chosen for speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,11 @@ class Placer:
     """Turns solutions into plans, near to a current plan where there is one."""
 
     space: Space
-    constraints: Constraints
     current: Plan | None
+    _fresh: dict[tuple[Choice, tuple[int, int]], Placement] = field(
+        default_factory=dict, repr=False
+    )
+    """Placements made so far: equal ones are one object."""
 
     @property
     def _cost(self) -> CostModel:
@@ -34,9 +40,18 @@ class Placer:
 
     def canonical(self, solution: Solution) -> Plan:
         """Place groups in order of nodes, the largest first, every stage from its group's start."""
-        spans = cut(solution.sizes)
-        devices = self.space.devices
-        return self._plan(solution, [devices[a:b] for a, b in spans], None)
+        placements = {}
+        for block, span, rows in zip(
+            solution.blocks, cut(solution.sizes), solution.rows, strict=True
+        ):
+            for index, row in zip(block, rows, strict=True):
+                options = self.space.options[index]
+                key = (options.choice(row), span)
+                if key not in self._fresh:
+                    group = self.space.devices[slice(*span)]
+                    self._fresh[key] = _placed(key[0], group, None)
+                placements[options.stage] = self._fresh[key]
+        return Plan(placements)
 
     def unbounded(self, solution: Solution) -> Plan:
         """Same groups with every stage's fastest choice, whatever memory it needs."""
@@ -47,6 +62,23 @@ class Placer:
         )
         return self.canonical(replace(solution, rows=rows))
 
+    def variants(self, solution: Solution) -> Iterator[Plan]:
+        """For every stage, the plan with that stage's next fastest layout that fits."""
+        spans = cut(solution.sizes)
+        for at, (block, span) in enumerate(zip(solution.blocks, spans, strict=True)):
+            shape = shape_between(self.space.node_sizes, *span)
+            for i, index in enumerate(block):
+                for row in self.space.by_speed(index, shape):
+                    own = solution.rows[at]
+                    if row == own[i]:
+                        continue
+                    changed = (*own[:i], row, *own[i + 1 :])
+                    rows = (*solution.rows[:at], changed, *solution.rows[at + 1 :])
+                    plan = self.canonical(replace(solution, rows=rows))
+                    if self._cost.memory_problem(plan, self._lengths) is None:
+                        yield plan
+                        break
+
     def nearest(self, solutions: Sequence[Solution]) -> Plan:
         """Return the plan of equally fast solutions that moves fewest bytes from the current one.
 
@@ -55,10 +87,13 @@ class Placer:
         if self.current is None:
             return self.canonical(solutions[0])
         limit_s = solutions[0].seconds * (1 + TIE) + self._cost.between.seconds
-        plans = {p for s in solutions for p in self._candidates(s, limit_s)}
-        plans = {self._kept_back(p, limit_s) for p in plans}
-        allowed = [p for p in plans if self.constraints.allows(p, self.current)] or list(plans)
-        return min(allowed, key=lambda p: (self.moved_bytes(p), str(p), str(p.to_json())))
+        arrangements = (p for s in solutions for p in self._candidates(s, limit_s))
+        most = max(_FEWEST_ARRANGEMENTS, _DEVICES_ARRANGED // self.space.num_devices)
+        plans = [self._kept_back(p, limit_s) for p in islice(arrangements, most)]
+        allowed = [p for p in plans if self.space.constraints.allows(p, self.current)] or plans
+        moved = [self.moved_bytes(p) for p in allowed]
+        fewest = [p for p, b in zip(allowed, moved, strict=True) if b == min(moved)]
+        return min(fewest, key=lambda p: (str(p), str(p.to_json())))
 
     def moved_bytes(self, plan: Plan) -> int:
         """Bytes that a change from the current plan sends between devices."""
@@ -79,20 +114,20 @@ class Placer:
                 groups[i] = devices[at : at + solution.sizes[i]]
                 at += solution.sizes[i]
             if [shape_of(group) for group in groups] == shapes:
-                plan = self._plan(solution, groups, self.current)
+                plan = self._near(solution, groups)
                 if self._as_good(plan, limit_s):
                     yield plan
 
-    def _plan(
-        self, solution: Solution, groups: Sequence[Sequence[Device]], near: Plan | None
-    ) -> Plan:
+    def _near(self, solution: Solution, groups: Sequence[Sequence[Device]]) -> Plan:
+        """Place every stage in its group, beside the units that it has there now."""
+        assert self.current is not None
         placements = {}
         for block, group, rows in zip(solution.blocks, groups, solution.rows, strict=True):
             for index, row in zip(block, rows, strict=True):
                 options = self.space.options[index]
-                stage, choice = options.stage, options.choice(row)
-                now = None if near is None else near.get(stage)
-                placements[stage] = _placed(choice, group, now)
+                stage = options.stage
+                now = self.current.get(stage)
+                placements[stage] = _placed(options.choice(row), group, now)
         return Plan(placements)
 
     def _kept_back(self, plan: Plan, limit_s: float) -> Plan:
@@ -109,7 +144,7 @@ class Placer:
 
     def _as_good(self, plan: Plan, limit_s: float) -> bool:
         return (
-            self.constraints.allows(plan, self.current)
+            self.space.constraints.allows(plan, self.current)
             and self._cost.step(plan, self._lengths).step.mean_s <= limit_s
             and self._cost.memory_problem(plan, self._lengths) is None
         )

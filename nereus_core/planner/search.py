@@ -7,8 +7,9 @@ visited in order of its bound, with the groups' true shapes on the nodes and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -21,6 +22,8 @@ TIE = 1e-9
 """Relative difference of predicted seconds below which two plans are equally fast."""
 _TIED_KEPT = 32
 """Equally fast solutions kept to choose the one nearest to the current plan."""
+_OTHERS = 4
+"""Other partitions solved at least once, to be shown as runners-up."""
 
 Block = tuple[int, ...]
 """Indices of the stages of one group."""
@@ -91,9 +94,11 @@ class _Search:
             for blocks in partitions(range(len(self._space.stages)), together)
             if len(blocks) <= self._space.num_devices
         ]
-        for bound, blocks in sorted(bounded):
+        # All together first: its fronts are small, and its step prunes the other partitions.
+        for bound, blocks in sorted(bounded, key=lambda b: (len(b[1]) > 1, b)):
             if bound <= self._best_s * (1 + TIE) and bound < np.inf:
                 self._visit(blocks)
+        self._look_at_others(blocks for bound, blocks in sorted(bounded) if bound < np.inf)
         best = tuple(s for s in self._tied if s.seconds <= self._best_s * (1 + TIE))
         taken = {s.blocks for s in best[:1]}
         others = sorted(
@@ -101,6 +106,37 @@ class _Search:
             key=lambda s: (s.seconds, s.blocks),
         )
         return Found(best, tuple(others), self._searched)
+
+    def _look_at_others(self, by_bound: Iterable[tuple[Block, ...]]) -> None:
+        """Solve a likely assignment of partitions ruled out by bounds: to show why they lost."""
+        for blocks in islice(by_bound, 3 * _OTHERS):
+            if len(self._by_partition) > _OTHERS:
+                return
+            if blocks not in self._by_partition:
+                self._solve(blocks, self._likely_sizes(blocks), np.inf)
+
+    def _likely_sizes(self, blocks: tuple[Block, ...]) -> tuple[int, ...]:
+        """Grow the group whose growth shortens the bound most until the devices are used up."""
+        space = self._space
+        least = np.stack([self._block_least(block) for block in blocks])
+        at = np.zeros(len(blocks), dtype=np.int64)
+
+        def bound(trial: IntArray) -> tuple[float, float]:
+            level_s = least[np.arange(len(blocks)), trial]
+            finite = np.where(np.isfinite(level_s), level_s, 1e9)  # shrink the number of misfits
+            group_s = finite.sum(axis=1)
+            return float(space.objective(finite.max(axis=0), group_s.max())), float(group_s.sum())
+
+        while True:
+            grown = [at + (np.arange(len(blocks)) == i) for i in range(len(blocks))]
+            grown = [
+                g
+                for g in grown
+                if g.max() < len(space.sizes) and space.sizes[g].sum() <= space.num_devices
+            ]
+            if not grown:
+                return tuple(int(z) for z in space.sizes[at])
+            at = min(grown, key=bound)
 
     def _block_least(self, block: Block) -> FloatArray:
         """Lower bound of a block's seconds per level in a group of each size [size, level]."""
@@ -121,14 +157,14 @@ class _Search:
         """Solve every assignment of sizes to a partition's groups that can still win or tie."""
         sizes, bounds = self._assignments(blocks)
         tied_visits = 0
-        for i in np.lexsort((*sizes.T[::-1], bounds)):
+        for i in np.argsort(bounds, kind="stable"):  # equal bounds: fewer devices first
             if bounds[i] > self._best_s * (1 + TIE):
                 break
             if bounds[i] >= self._best_s * (1 - TIE):
                 tied_visits += 1
                 if tied_visits > _TIED_KEPT:
                     break
-            self._solve(blocks, tuple(int(z) for z in sizes[i]))
+            self._solve(blocks, tuple(int(z) for z in sizes[i]), self._best_s * (1 + TIE))
 
     def _assignments(self, blocks: tuple[Block, ...]) -> tuple[IntArray, FloatArray]:
         """Sizes per group [assignment, group] with their lower bounds, those that may win."""
@@ -169,17 +205,17 @@ class _Search:
             self._shapes[start, end] = shape_between(self._space.node_sizes, start, end)
         return self._shapes[start, end]
 
-    def _solve(self, blocks: tuple[Block, ...], sizes: tuple[int, ...]) -> None:
+    def _solve(self, blocks: tuple[Block, ...], sizes: tuple[int, ...], limit_s: float) -> None:
         """Combine the fronts of groups of these sizes; keep the result where it wins or ties."""
         self._searched += 1
         shapes = [self._shape(*span) for span in cut(sizes)]
         fronts: list[Front] = []
         for block, shape in zip(blocks, shapes, strict=True):
-            ways = self._space.front(block, shape)
+            ways = self._space.front(block, shape, limit_s, whole=len(blocks) == 1)
             if not len(ways.level_s):
                 return
             fronts.append(ways)
-        level_s, group_s, picks = self._combined(fronts)
+        level_s, group_s, picks = self._combined(fronts, limit_s)
         if not len(level_s):
             return
         seconds = self._space.objective(level_s, group_s)
@@ -190,7 +226,9 @@ class _Search:
         )
         self._keep(Solution(float(seconds[at]), blocks, sizes, rows))
 
-    def _combined(self, fronts: Sequence[Front]) -> tuple[FloatArray, FloatArray, IntArray]:
+    def _combined(
+        self, fronts: Sequence[Front], limit_s: float
+    ) -> tuple[FloatArray, FloatArray, IntArray]:
         """Undominated (seconds per level, longest group) over one way per group, and the ways."""
         space = self._space
         level_s, group_s = np.zeros((1, space.num_levels)), np.zeros(1)
@@ -200,7 +238,7 @@ class _Search:
             level_s = np.maximum(level_s[a], ways.level_s[b])
             group_s = np.maximum(group_s[a], ways.level_s[b].sum(axis=1))
             picks = np.concatenate([picks[a], b[:, None]], axis=1)
-            may_win = space.objective(level_s, group_s) <= self._best_s * (1 + TIE)
+            may_win = space.objective(level_s, group_s) <= limit_s
             level_s, group_s, picks = level_s[may_win], group_s[may_win], picks[may_win]
             if len(level_s) > 1:
                 kept = front(np.concatenate([level_s, group_s[:, None]], axis=1))

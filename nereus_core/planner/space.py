@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
-from nereus_core.cost.op_classes import BoolArray, FloatArray, IntArray
+from nereus_core.cost.op_classes import FloatArray, IntArray
 from nereus_core.cost.shapes import Options
 from nereus_core.cost.step import levels
 from nereus_core.errors import NoFeasiblePlan
@@ -74,6 +73,8 @@ class Space:
 
     cost: CostModel
     lengths: Lengths
+    constraints: Constraints
+    """As asked, with least numbers of units lowered to what the devices allow."""
     stages: tuple[ModelStage, ...]
     options: tuple[StageOptions, ...]
     devices: tuple[Device, ...]
@@ -101,8 +102,9 @@ class Space:
             _options(cost, lengths, constraints, current, stage, level[stage], node_sizes)
             for stage in stages
         )
+        attained = {o.stage: int(o.dp.min()) for o in options if o.stage in constraints.min_dp}
         return cls(
-            cost, lengths, stages, options, tuple(d for node in nodes for d in node), node_sizes,
+            cost, lengths, constraints.asking(attained), stages, options, tuple(d for node in nodes for d in node), node_sizes,
             group_sizes(len(usable)), max(level.values()) + 1,
         )  # fmt: skip
 
@@ -120,7 +122,7 @@ class Space:
             return np.asarray(level_s.sum(axis=-1))
         generating = {o.level for o in self.options if o.stage.stage is Stage.GENERATE}
         others = [n for n in range(self.num_levels) if n not in generating]
-        return np.maximum(level_s[..., others].sum(axis=-1), group_s)
+        return np.asarray(np.maximum(level_s[..., others].sum(axis=-1), group_s))
 
     def least_s(self) -> FloatArray:
         """Fewest seconds of each stage in a group of each size, were it alone there.
@@ -139,11 +141,18 @@ class Space:
             least[i] = np.where(within, best[None, :], np.inf).min(axis=1)
         return least
 
-    def front(self, block: tuple[int, ...], shape: Shape) -> Front:
-        """Undominated ways for the stages of a block to share a group of this shape."""
+    def front(self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool) -> Front:
+        """Undominated ways for the stages of a block to share a group of this shape.
+
+        Args:
+            block: indices of stages.
+            shape: of their group.
+            limit_s: ways that take longer in all may be left out.
+            whole: the block is the whole job, so that only its sum of seconds matters.
+        """
         key = (block, shape)
-        if key not in self._fronts:
-            self._fronts[key] = self._shared(block, shape)
+        if key not in self._fronts:  # made with a limit that was no lower: nothing is missing
+            self._fronts[key] = self._shared(block, shape, limit_s, whole)
         return self._fronts[key]
 
     def fastest(self, stage: int, shape: Shape) -> int:
@@ -153,24 +162,36 @@ class Space:
         busy_s = o.busy_s[pp_crosses + 2 * dp_crosses, np.arange(len(o.tp))].min(axis=1)
         return int(np.where(fits, busy_s, np.inf).argmin())
 
-    def _shared(self, block: tuple[int, ...], shape: Shape) -> Front:
-        # Columns: seconds per level, bytes that stay (summed), bytes that come and go (largest).
-        n = self.num_levels
-        ways, rows = np.zeros((1, n + 2)), np.zeros((1, 0), dtype=np.int64)
-        for stage in block:
-            own, picked = self._alone(stage, shape)
-            a, b = (m.ravel() for m in np.indices((len(ways), len(own))))
-            joint = ways[a]
-            joint[:, self.options[stage].level] += own[b, 0]
-            joint[:, n] += own[b, 1]
-            joint[:, n + 1] = np.maximum(joint[:, n + 1], own[b, 2])
-            fits = joint[:, n] + joint[:, n + 1] <= self.cost.capacity_bytes
-            joint = joint[fits]
-            kept = front(joint)
-            ways = joint[kept]
-            rows = np.concatenate([rows[a[fits][kept]], picked[b[fits][kept], None]], axis=1)
-        kept = front(ways[:, :n])
-        return Front(ways[kept, :n], rows[kept])
+    def by_speed(self, stage: int, shape: Shape) -> list[int]:
+        """Option rows of a stage's undominated ways in such a group, fastest first."""
+        _, rows = self._alone(stage, shape)
+        return list(dict.fromkeys(map(int, rows)))
+
+    def _shared(self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool) -> Front:
+        n, capacity = self.num_levels, self.cost.capacity_bytes
+        alone = [self._alone(stage, shape) for stage in block]
+        if not all(len(own) for own, _ in alone):
+            return Front(np.zeros((0, n)), np.zeros((0, len(block)), dtype=np.int64))
+        # The rest of the block takes and keeps at least so much.
+        rest_s = [sum(own[:, 0].min() for own, _ in alone[i + 1 :]) for i in range(len(block))]
+        rest_bytes = [sum(own[:, 1].min() for own, _ in alone[i + 1 :]) for i in range(len(block))]
+        level_s, memory = np.zeros((1, n)), np.zeros((1, 2))  # bytes that stay, that come and go
+        rows = np.zeros((1, 0), dtype=np.int64)
+        for i, (stage, (own, picked)) in enumerate(zip(block, alone, strict=True)):
+            a, b = (m.ravel() for m in np.indices((len(level_s), len(own))))
+            stays = memory[a, 0] + own[b, 1]
+            peak = np.maximum(memory[a, 1], own[b, 2])
+            total_s = level_s[a].sum(axis=1) + own[b, 0]
+            keep = (stays + rest_bytes[i] + peak <= capacity) & (total_s + rest_s[i] <= limit_s)
+            a, b, stays, peak, total_s = (column[keep] for column in (a, b, stays, peak, total_s))
+            level_s, memory = level_s[a], np.stack([stays, peak], axis=1)
+            level_s[:, self.options[stage].level] += own[b, 0]
+            rows = np.concatenate([rows[a], picked[b][:, None]], axis=1)
+            seconds = total_s[:, None] if whole else level_s
+            kept = front(np.concatenate([seconds, memory], axis=1))
+            level_s, memory, rows = level_s[kept], memory[kept], rows[kept]
+        kept = front(level_s.sum(axis=1)[:, None] if whole else level_s)
+        return Front(level_s[kept], rows[kept])
 
     def _alone(self, stage: int, shape: Shape) -> tuple[FloatArray, IntArray]:
         """Undominated (seconds, persistent, transient) of one stage, with their option rows."""
@@ -201,12 +222,18 @@ def _options(
     choices = _choices(cost, constraints, current, stage, node_sizes)
     tp, pp, dp = (np.array(column, dtype=np.int64) for column in zip(*choices, strict=True))
     n = len(tp)
-    crossing: Mapping[str, BoolArray] = {
-        "tp_crosses": np.zeros(4 * n, dtype=np.bool_),
-        "pp_crosses": np.repeat(np.array([False, True, False, True]), n),
-        "dp_crosses": np.repeat(np.array([False, False, True, True]), n),
-    }
-    table = cost.table(stage, Options(*(np.tile(c, 4) for c in (tp, pp, dp)), **crossing), lengths)
+    table = cost.table(
+        stage,
+        Options(
+            np.tile(tp, 4),
+            np.tile(pp, 4),
+            np.tile(dp, 4),
+            tp_crosses=np.zeros(4 * n, dtype=np.bool_),
+            pp_crosses=np.repeat(np.array([False, True, False, True]), n),
+            dp_crosses=np.repeat(np.array([False, False, True, True]), n),
+        ),
+        lengths,
+    )
     waves = len(table.waves) // (4 * n)
     return StageOptions(
         stage, level, tp, pp, dp,
@@ -250,4 +277,6 @@ def _choices(
             f"{stage} has no layout that its constraints and the adapter allow on nodes of "
             f"{', '.join(map(str, sorted(set(node_sizes), reverse=True)))} devices",
         )
-    return choices
+    # A least number of units that the devices do not allow asks for as many as they do.
+    least = min(constraints.min_dp.get(stage, 1), max(dp for _, _, dp in choices))
+    return [choice for choice in choices if choice[2] >= least]

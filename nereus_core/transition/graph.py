@@ -168,7 +168,7 @@ class TransitionGraph:
         waits: dict[OpId, list[Edge]] = {op.op_id: [] for op in self.ops}
         for edge in self.edges:
             waits[edge.after].append(edge)
-        lines = [f"transition {self.name}: {len(self.ops)} primitives, {len(self.edges)} edges"]
+        lines = [f"transition {self.name}: {len(self.ops)} primitives, edges: {len(self.edges)}"]
         for op in self.topological():
             lines.append(f"  {op.op_id}  {op}")
             lines += [f"      after {e.before} ({e.kind}): {e.reason}" for e in waits[op.op_id]]

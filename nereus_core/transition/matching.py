@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeVar
 
 from nereus_core.cluster import Device
+from nereus_core.cost.transition import shared_elements
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement
-from nereus_core.state import unit_shards
 from nereus_core.units import Unit
-
-_T = TypeVar("_T")
 
 Place = tuple[Device, ...]
 """Devices of one target unit, in order of local rank."""
@@ -93,25 +89,26 @@ def match(
 
 def _candidates(units: list[Unit], places: list[Place]) -> list[InPlace]:
     """List every Split, growth and Merge between these units and places."""
-    holder = {d: u for u in units for d in u.devices}
-    taker = {d: p for p in places for d in p}
+    holder = {d: i for i, unit in enumerate(units) for d in unit.devices}
+    taker = {d: i for i, place in enumerate(places) for d in place}
     found: list[InPlace] = []
     for unit in units:
-        inside = _distinct(taker[d] for d in unit.devices if d in taker)
-        inside = [p for p in inside if set(p) <= set(unit.devices)]
+        shared = Counter(taker.get(d) for d in unit.devices)
+        inside = [places[i] for i, n in shared.items() if i is not None and n == len(places[i])]
         if inside:
             found.append(InPlace((unit,), tuple(inside)))
     for place in places:
-        touching = _distinct(holder[d] for d in place if d in holder)
-        covered = all(d in holder for d in place)
+        shared = Counter(holder.get(d) for d in place)
+        covered = shared.pop(None, 0) == 0
+        touching = [units[i] for i in shared if i is not None]
         if len(touching) > 1 and covered and len({u.layout for u in touching}) == 1:
             found.append(InPlace(tuple(touching), (place,)))
-        found += [InPlace((unit,), (place,)) for unit in touching if set(unit.devices) < set(place)]
+        found += [
+            InPlace((units[i],), (place,))
+            for i, n in shared.items()
+            if i is not None and n == len(units[i].devices) < len(place)
+        ]
     return found
-
-
-def _distinct(values: Iterable[_T]) -> list[_T]:
-    return list(dict.fromkeys(values))
 
 
 def _compete(candidates: list[InPlace]) -> bool:
@@ -124,16 +121,8 @@ def _kept_elements(model: ModelSpec, candidate: InPlace, layout: Layout) -> int:
     """Elements per slot that the new units need and their devices hold already."""
     held = {d: (u.layout, rank) for u in candidate.parents for rank, d in enumerate(u.devices)}
     return sum(
-        _common(model, *held[device], layout, rank)
+        shared_elements(model, held[device], (layout, rank))
         for place in candidate.places
         for rank, device in enumerate(place)
         if device in held
     )
-
-
-@lru_cache(maxsize=4096)
-def _common(model: ModelSpec, one: Layout, one_rank: int, other: Layout, other_rank: int) -> int:
-    """Elements that two local ranks of two layouts have in common."""
-    held, wanted = unit_shards(model, one)[one_rank], unit_shards(model, other)[other_rank]
-    shared = (wanted[name].intersect(box) for name, box in held.items() if name in wanted)
-    return sum(part.num_elements for part in shared if part is not None)

@@ -1,5 +1,7 @@
 """The controller on a job in memory: it adapts, refuses, recovers, and says why."""
 
+from dataclasses import replace
+
 import pytest
 from memory_job import MemoryJob
 from plans import tiny_job
@@ -7,8 +9,16 @@ from plans import tiny_job
 from nereus_core.cluster import Cluster
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
-from nereus_core.device_specs import H100_SXM, INFINIBAND_NDR, NVLINK4
-from nereus_core.errors import Infeasible, NoFeasiblePlan, StateLost, TransitionFailed, UnitLost
+from nereus_core.cost import CostModel, Lengths
+from nereus_core.device_specs import H200_SXM, INFINIBAND_NDR, NVLINK4
+from nereus_core.errors import (
+    BoundaryTimeout,
+    Infeasible,
+    NoFeasiblePlan,
+    StateLost,
+    TransitionFailed,
+    UnitLost,
+)
 from nereus_core.events import (
     Decided,
     DevicesChanged,
@@ -22,13 +32,13 @@ from nereus_core.events import (
 )
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan, plan_problems
-from nereus_core.primitives import Extend
+from nereus_core.primitives import Extend, created
 from nereus_core.sim.models import LLAMA_3_1_8B
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, BFLOAT16_MIXED, REF_INFER, Job, grpo
 
 
 def big_job(num_devices=8, batch=64):
-    cluster = Cluster.homogeneous(1, num_devices, H100_SXM, NVLINK4, INFINIBAND_NDR)
+    cluster = Cluster.homogeneous(1, num_devices, H200_SXM, NVLINK4, INFINIBAND_NDR)
     models = {"actor": LLAMA_3_1_8B, "ref": LLAMA_3_1_8B}
     return Job(grpo(), models, cluster, batch, 512, 8192, BFLOAT16_MIXED, 2)
 
@@ -142,6 +152,19 @@ def test_without_adapt_nothing_is_touched(mode):
     assert bool(watched.of(Decided)) == (mode == "advise")
 
 
+def test_what_falls_into_the_cooldown_is_decided_when_that_is_over():
+    job = big_job()
+    watched = Watched(job, good_plan(job, 1500), config={"policy": {"cooldown_steps": 3}})
+    watched.run(1500, 1500)
+    watched.job.drain(job.cluster.devices[3])
+    watched.run(1500)
+    watched.job.give_back(job.cluster.devices[3])
+    first, *rest = watched.run(*[1500] * 4)
+    assert (first.trigger, first.admitted) == ("devices", False)
+    assert [d.trigger if d else None for d in rest][:2] == [None, "devices"]
+    assert rest[1].admitted
+
+
 def test_a_veto_holds_an_opportunistic_transition_and_its_reason_is_on_record():
     job = big_job()
     plan = packed(job, generate=(8, 1), train=(2, 4), ref=(8, 1))
@@ -171,6 +194,17 @@ def test_a_lost_device_is_survived_and_taken_back_when_it_returns():
     assert watched.of(DevicesChanged)[-1].returned == (str(gone),)
     assert gone in watched.controller.plan.devices
     assert watched.job.step_number == 11
+    made = [u.id for kind, op in watched.job.adapter.log if kind == "done" for u in created(op)]
+    assert len(made) == len(set(made)), "an id was used twice"
+
+
+def test_nobody_can_veto_what_is_urgent():
+    job = big_job()
+    watched = Watched(job, good_plan(job, 1500), veto=lambda decision: "never")
+    watched.job.fail(job.cluster.devices[3])
+    decision, *_ = watched.run(1500)
+    assert decision.admitted
+    assert watched.job.step_number == 0
 
 
 def test_a_draining_device_is_left_before_it_goes():
@@ -206,7 +240,7 @@ def test_a_train_stage_without_an_intact_unit_is_a_named_loss():
     job = big_job()
     watched = Watched(job, packed(job, generate=(1, 1), train=(8, 1), ref=(8, 1)))
     watched.job.fail(job.cluster.devices[0])
-    with pytest.raises(StateLost, match="actor/train|ref/infer"):
+    with pytest.raises(StateLost, match=r"actor/train|ref/infer"):
         watched.run(1000)
 
 
@@ -241,6 +275,26 @@ def test_a_device_lost_during_the_transition_leads_to_another_plan():
         assert {d[1], d[7]}.isdisjoint(watched.controller.plan.devices)
     assert not plan_problems(watched.controller.plan, watched.job.adapter.job())
     watched.run(1000)
+
+
+def test_a_loss_reported_after_a_primitive_was_done_still_ends_in_a_linked_plan():
+    job = big_job()
+    watched = Watched(job, packed(job, generate=(2, 1), train=(4, 1), ref=(4, 1)))
+    adapter, struck = watched.job.adapter, []
+    truth = adapter._commit
+
+    def late(op, atlas):
+        receipt = truth(op, atlas)
+        if not struck:
+            struck.append(op)
+            raise UnitLost([], tuple(adapter.units()), "another seat ended")
+        return receipt
+
+    adapter._commit = late
+    watched.job.drain(job.cluster.devices[7])
+    watched.run(1000)
+    assert [e.outcome for e in watched.of(TransitionFinished)] == ["failed", "done"]
+    assert adapter.plan_linked == watched.controller.plan == Plan.of_units(adapter.units())
 
 
 def test_a_failed_opportunistic_transition_leaves_the_old_plan_running():
@@ -302,3 +356,46 @@ def test_the_run_is_framed_by_its_first_and_last_event():
     watched.controller.finished("done")
     assert isinstance(watched.events[0], RunStarted)
     assert watched.of(RunFinished) == [RunFinished(1, "done", 0.0, 0.0)]
+
+
+@pytest.mark.parametrize(("tokens", "path"), [(16000, "urgent"), (64000, "none")])
+def test_responses_that_no_longer_fit_are_urgent_where_another_plan_holds_them(tokens, path):
+    job = replace(big_job(), max_response_tokens=65536)
+    watched = Watched(job, packed(job, generate=(1, 1), train=(2, 1), ref=(1, 1)))
+    before, long = watched.controller.plan, Lengths(512, tokens, tokens, tokens)
+    assert CostModel(job).memory_problem(before, long)
+    (decision,) = watched.run(tokens)
+    assert (decision.path, decision.trigger) == (path, "memory")
+    if path == "urgent":
+        assert CostModel(job).memory_problem(watched.controller.plan, long) is None
+    else:
+        assert "no plan fits" in decision.rule
+        assert watched.controller.plan == before
+
+
+def busy_boundary(watched):
+    def boundary(stages, *, timeout_s):
+        raise BoundaryTimeout(ACTOR_TRAIN, timeout_s)
+
+    watched.job.adapter.boundary = boundary
+
+
+def test_a_boundary_that_does_not_come_is_on_record_and_the_job_goes_on():
+    job = big_job()
+    plan = packed(job, generate=(8, 1), train=(2, 4), ref=(8, 1))
+    watched = Watched(job, plan)
+    busy_boundary(watched)
+    watched.run(1500, 1500)
+    (finished,) = watched.of(TransitionFinished)
+    assert finished.outcome == "failed"
+    assert "actor/train was still running after 600 s" in finished.error
+    assert watched.controller.plan == plan
+
+
+def test_an_urgent_transition_without_a_boundary_is_an_error():
+    job = big_job()
+    watched = Watched(job, good_plan(job, 1500))
+    busy_boundary(watched)
+    watched.job.drain(job.cluster.devices[0])
+    with pytest.raises(BoundaryTimeout):
+        watched.run(1500)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.cost.transition import shared_elements
 from nereus_core.errors import NotAtBoundary, UnitLost
 from nereus_core.observation import Observation, TokenStats
 from nereus_core.plan import Plan
@@ -201,13 +202,14 @@ class MemoryAdapter:
         model, stage = self._job.model(model_stage_of(op)), model_stage_of(op)
         senders = [atlas[u] for u in sources(op)]
         moved = total = 0
-        if created(op):
+        if created(op) and not self.with_state:
+            moved, total = _counted(model, senders, created(op))
+        elif created(op):
             after = [pair for u in created(op) for pair in placed(model, u.layout, u.devices)]
             held = [pair for u in senders for pair in placed(model, u.layout, u.devices)]
             found = routes(held, after)
             moved, total = moved_elements(found), sum(r.box.num_elements for r in found)
-            if self.with_state:
-                self._carry(op, senders, found, model, stage)
+            self._carry(op, senders, found, model, stage)
         self._units = apply(op, before, self.parked)
         if isinstance(op, Destroy) and op.park:
             self.parked = UnitMap([*self.parked.values(), before[op.unit]])
@@ -256,6 +258,21 @@ class MemoryAdapter:
                             break
                 self.state[unit.id, rank] = mine
         assert isinstance(op, Extend) or all(u in self._units for u in ended(op))
+
+
+def _counted(model, senders, made):
+    """Elements moved and needed, without writing down a route for each."""
+    held: dict = {}
+    for unit in senders:
+        for rank, device in enumerate(unit.devices):
+            held.setdefault(device, []).append((unit.layout, rank))
+    kept = total = 0
+    for unit in made:
+        for rank, device in enumerate(unit.devices):
+            shard = (unit.layout, rank)
+            total += shared_elements(model, shard, shard)
+            kept += max((shared_elements(model, h, shard) for h in held.get(device, ())), default=0)
+    return total - kept, total
 
 
 def _at(box):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from nereus_adapters.torch.engine import combine
 from nereus_adapters.torch.job import TorchJob
@@ -18,6 +18,7 @@ from nereus_core.errors import (
     Diverged,
     Infeasible,
     LayoutError,
+    NereusError,
     NotAtBoundary,
     OutOfDeviceMemory,
     PlanError,
@@ -95,10 +96,10 @@ class TorchAdapter:
         try:
             yield Boundary(held, running.steps_done)
         finally:
-            try:
+            # What keeps the job from being linked now is raised by the next step, which links too.
+            with suppress(NereusError):
                 running.relink()
-            finally:
-                running.gate.open()
+            running.gate.open()
 
     def relink(self, plan: Plan) -> None:
         """Rebuild groups and routing; raises PlanError when the units alive are not the plan's."""
@@ -182,6 +183,9 @@ class TorchAdapter:
         if lost:
             raise UnitLost(lost, tuple(units), "a device failed")
         check(op, units, self._running.fleet.parked)
+        poorer = [u for u in sources(op) if u.model_stage.stage is not Stage.TRAIN]
+        if stage.stage is Stage.TRAIN and poorer:
+            raise Infeasible(f"{op}: {poorer[0]} holds no optimizer state to copy.", op)
         failed = self.job().cluster.failed
         for unit in created(op):
             if gone := sorted(set(unit.devices) & failed):
@@ -226,7 +230,6 @@ class TorchAdapter:
             )
         except UnitLost as error:
             error.op = op
-            running.notice()
             raise
         return move.moved_bytes, move.kept_bytes, peaks
 

@@ -101,9 +101,7 @@ def _keeping(wait: Callable[[], None], flat: torch.Tensor) -> Callable[[], None]
     return finish
 
 
-def _compare(
-    group: Group, digests: dict[int, list[tuple[Bucket, torch.Tensor]]]
-) -> list[Bucket]:
+def _compare(group: Group, digests: dict[int, list[tuple[Bucket, torch.Tensor]]]) -> list[Bucket]:
     """Exchange digests with every peer, lower rank first in each pair; return what differs."""
     wrong: list[Bucket] = []
     for peer in sorted(digests):
@@ -114,9 +112,7 @@ def _compare(
             if sent:
                 group.send(torch.stack(sent), peer)
 
-        def check_theirs(
-            peer: int = peer, got: list[tuple[Bucket, torch.Tensor]] = got
-        ) -> None:
+        def check_theirs(peer: int = peer, got: list[tuple[Bucket, torch.Tensor]] = got) -> None:
             if got:
                 mine = torch.stack([d for _, d in got])
                 theirs = group.recv(torch.empty_like(mine), peer)
@@ -143,4 +139,3 @@ def digest(flat: torch.Tensor) -> torch.Tensor:
     words = flat.view(_WORDS[flat.element_size()]).long()
     weights = torch.arange(1, len(words) + 1, device=flat.device)
     return torch.stack([words.sum(), (words * weights).sum()])
-

@@ -29,12 +29,29 @@ class Pool(Protocol):
     """What a fleet needs of a pool of seats."""
 
     @property
-    def alive(self) -> frozenset[Device]: ...
-    def start(self, devices: Iterable[Device]) -> None: ...
-    def send(self, calls: Mapping[Device, tuple[str, Mapping[str, Any]]]) -> list[Pending]: ...
-    def kill(self, device: Device) -> None: ...
-    def stop(self, device: Device) -> None: ...
-    def close(self) -> None: ...
+    def alive(self) -> frozenset[Device]:
+        """Devices whose seat answers."""
+        ...
+
+    def start(self, devices: Iterable[Device]) -> None:
+        """Start seats and wait until they are up; a live one is left alone."""
+        ...
+
+    def send(self, calls: Mapping[Device, tuple[str, Mapping[str, Any]]]) -> list[Pending]:
+        """Put one call per device in line, in one go, in device order."""
+        ...
+
+    def kill(self, device: Device) -> None:
+        """End a seat without notice, and wait until it is gone."""
+        ...
+
+    def stop(self, device: Device) -> None:
+        """Let a seat finish its calls and end."""
+        ...
+
+    def close(self) -> None:
+        """End all seats. Safe to call twice."""
+        ...
 
 
 class Fleet:
@@ -45,6 +62,8 @@ class Fleet:
         self._units = UnitMap()
         self._parked: dict[UnitId, Unit] = {}
         self._links: dict[UnitId, object] = {}
+        self.unheard: tuple[UnitId, ...] = ()
+        """Units lost since the last relink."""
         self._lock = threading.RLock()
 
     # --- Units --------------------------------------------------------------------------------
@@ -87,12 +106,25 @@ class Fleet:
         with self._lock:
             alive = self.pool.alive
             lost = tuple(u for u in self._units.values() if not alive.issuperset(u.devices))
-            self._units = self._units.replace((u.id for u in lost), ())
-            if lost:
-                self._links.clear()
+            self._parked = dict(self.parked)
+            self._forget(lost)
         for unit in lost:
             self.drop(unit)
         return lost
+
+    def discard(self, units: Iterable[Unit]) -> None:
+        """Give up units that cannot go on; they count as lost."""
+        units = tuple(units)
+        with self._lock:
+            self._forget(units)
+        for unit in units:
+            self.drop(unit)
+
+    def _forget(self, lost: Sequence[Unit]) -> None:
+        self._units = self._units.replace((u.id for u in lost), ())
+        if lost:
+            self._links.clear()
+            self.unheard += tuple(u.id for u in lost)
 
     def drop(self, unit: Unit, *, park: bool = False) -> None:
         """Let go of a unit's shards on the seats that are alive."""
@@ -127,18 +159,22 @@ class Fleet:
     # --- Calls --------------------------------------------------------------------------------
 
     def send(self, shares: Mapping[UnitId, Mapping[str, Any]], method: str) -> list[Pending]:
-        """Call a method on all seats of some units, in one go, with each unit's arguments."""
+        """Call a method on all seats of some units, in one go, with each unit's arguments.
+
+        Returns:
+            Calls in order of units, and of local ranks inside a unit.
+
+        Raises:
+            UnitLost: a unit is not alive.
+        """
         units = self.units
         gone = [unit for unit in shares if unit not in units]
         if gone:
             raise UnitLost(gone, tuple(units), f"before {method}")
-        return self.pool.send(
-            {
-                device: (method, {"unit": unit, **kwargs})
-                for unit, kwargs in shares.items()
-                for device in units[unit].devices
-            }
-        )
+        ranks = [(d, unit) for unit in shares for d in units[unit].devices]
+        sent = self.pool.send({d: (method, {"unit": unit, **shares[unit]}) for d, unit in ranks})
+        by_device = {call.device: call for call in sent}
+        return [by_device[device] for device, _ in ranks]
 
     def settle(self, pending: Sequence[Pending], timeout_s: float) -> list[Answer]:
         """Wait for every call, also after one has failed, and return the answers in order.
@@ -157,6 +193,7 @@ class Fleet:
             except Exception as error:
                 if isinstance(error, WaitTimeout) and not call.future.done():
                     self.pool.kill(call.device)
+                    error = WaitTimeout(error.awaited, timeout_s)
                 errors.append(error)
         if errors:
             raise min(errors, key=_consequence)

@@ -53,20 +53,27 @@ class TorchHarness:
 
     Args:
         device: ``cpu`` (tier real) or ``cuda`` (tier gpu, four devices).
-        precision: of the job; float64 by default.
+        hf_config: of the model, as in a config.json.
+        pool: seats of somebody else, who closes them.
     """
 
-    def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
+    def __init__(
+        self,
+        device: Literal["cpu", "cuda"] = "cpu",
+        hf_config: Mapping[str, Any] = TINY_CONFIG,
+        pool: LocalPool | None = None,
+    ) -> None:
         self.tier = Tier.REAL if device == "cpu" else Tier.GPU
-        self._device = device
+        self._device, self._hf_config = device, hf_config
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-harness-")
-        self._model = export_model(TINY_CONFIG, Path(self._folder.name) / "tiny", seed=_SEED)
-        self.pool = LocalPool(device)
+        self._model = export_model(hf_config, Path(self._folder.name) / "tiny", seed=_SEED)
+        self._owns_pool = pool is None
+        self.pool = pool or LocalPool(device)
         self._running: TorchJob | None = None
 
     def job(self, algorithm: Algorithm = "grpo") -> Job:
         """One node of four devices, a model of fifty thousand parameters, a batch of eight."""
-        spec = ModelSpec.from_hf_config(TINY_CONFIG, name="actor")
+        spec = ModelSpec.from_hf_config(self._hf_config, name="actor")
         critic = {"critic": spec.as_critic("critic")} if algorithm == "ppo" else {}
         hardware = (CPU_SEAT, LOOPBACK) if self._device == "cpu" else (H200_SXM, NVLINK4)
         return Job(
@@ -88,7 +95,13 @@ class TorchHarness:
             job,
             plan,
             self.sources(job),
-            CopyTask(101, _SEED, job.global_batch // copies, (3, 6), job.max_response_tokens),
+            CopyTask(
+                job.models["actor"].vocab,
+                _SEED,
+                job.global_batch // copies,
+                (3, min(6, job.max_prompt_tokens)),
+                job.max_response_tokens,
+            ),
             RlSettings(
                 seed=_SEED,
                 responses_per_prompt=copies,
@@ -107,7 +120,7 @@ class TorchHarness:
         return {
             model: ModelSource(
                 spec,
-                TINY_CONFIG,
+                self._hf_config,
                 str(self._model),
                 job.precision.compute,
                 optimizer if model != "ref" else None,
@@ -126,12 +139,13 @@ class TorchHarness:
         """Run one RL step."""
         job = self.running_job
         job.step()
-        rollout = job.last
+        rollout, copies = job.last, job.settings.responses_per_prompt
         assert rollout is not None
         return StepResult(
             step=rollout.step,
             losses={model: m.loss for model, m in rollout.metrics.items()},
-            sample_ids=tuple(p.id for p in rollout.prompts),
+            # Several responses to one prompt are as many samples.
+            sample_ids=tuple(p.id * copies + i % copies for i, p in enumerate(rollout.prompts)),
             weight_version=dict(job.served),
             grad_norms={model: m.grad_norm for model, m in rollout.metrics.items()},
         )
@@ -164,7 +178,12 @@ class TorchHarness:
     def disturb(self, unit: UnitId, tensor: str) -> None:
         """Add one to a tensor of one unit, on all its ranks."""
         slot, _, name = tensor.partition("/")
-        self._ask(unit, "poke", slot=Slot(slot), name=name)
+        self._ask(unit, "poke", slot=Slot(slot), name=name, factor=1.0, term=1.0)
+
+    def scale(self, unit: UnitId, tensor: str, factor: float) -> None:
+        """Multiply a tensor of one unit, on all its ranks."""
+        slot, _, name = tensor.partition("/")
+        self._ask(unit, "poke", slot=Slot(slot), name=name, factor=factor, term=0.0)
 
     def peek(self, unit: UnitId) -> Mapping[str, Array]:
         """Put a unit's shards together on the driver: ``slot/tensor`` -> whole array."""
@@ -188,8 +207,10 @@ class TorchHarness:
         self.pool.kill(device)
 
     def close(self) -> None:
-        """End the seats."""
-        self.pool.close()
+        """End the job, and the seats where they are the harness's own."""
+        self._end()
+        if self._owns_pool:
+            self.pool.close()
         self._folder.cleanup()
 
     def _end(self) -> None:

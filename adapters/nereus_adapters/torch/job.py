@@ -15,7 +15,7 @@ from nereus_adapters.torch.steps import Steps
 from nereus_adapters.torch.values import Memory, ModelSource
 from nereus_adapters.torch.weights import Weights
 from nereus_core.cluster import Device
-from nereus_core.errors import NereusError, UnitLost
+from nereus_core.errors import NereusError, UnitLost, Unsupported
 from nereus_core.observation import Observation, TokenStats
 from nereus_core.plan import Plan, check_plan
 from nereus_core.state import Slot, slots_of
@@ -49,6 +49,8 @@ class TorchJob:
         *,
         owns_pool: bool = True,
     ) -> None:
+        if job.workload.asynchronous:
+            raise Unsupported("an asynchronous workload", "generation waits for weights here")
         check_plan(plan, job)
         self._job, self.settings, self._owns_pool = job, settings, owns_pool
         self.steps_done = 0
@@ -65,7 +67,6 @@ class TorchJob:
         """Weight version that each unit generated the last rollout with."""
         self._retired: frozenset[Device] = frozenset()
         self._draining: frozenset[Device] = frozenset()
-        self._unheard: tuple[UnitId, ...] = ()
         self._seen: Observation | None = None
         self._lock = threading.RLock()
         try:
@@ -136,9 +137,9 @@ class TorchJob:
         """
         with self.gate.step():
             start_s = time.perf_counter()
-            self.notice()
-            if self._unheard:
-                raise UnitLost(self._unheard, tuple(self.units), "before the step")
+            self.fleet.reap()
+            if self.fleet.unheard:
+                raise UnitLost(self.fleet.unheard, tuple(self.units), "before the step")
             try:
                 rollout = self._run()
             except Exception as error:
@@ -179,7 +180,6 @@ class TorchJob:
         lost = [u.id for u in self.fleet.reap()]
         lost += [u.id for u in self._left_behind()]
         if lost:
-            self._unheard += tuple(lost)
             raise UnitLost(lost, tuple(self.units), str(error)) from error
 
     def _left_behind(self) -> tuple[Unit, ...]:
@@ -194,9 +194,7 @@ class TorchJob:
             behind += [u for u, s in steps.items() if s != {newest}]
             if self._rollout is not None and newest <= self._rollout.step:
                 self._rollout.metrics.pop(stage.model, None)
-        self.fleet.replace((u.id for u in behind), ())
-        for unit in behind:
-            self.fleet.drop(unit)
+        self.fleet.discard(behind)
         return tuple(behind)
 
     def _steps_of(self, unit: Unit) -> set[int]:
@@ -243,20 +241,11 @@ class TorchJob:
 
     def relink(self) -> None:
         """Rebuild groups and routing for the units alive; losses count as heard."""
-        self.notice()
+        self.fleet.reap()
         self.fleet.link()
         self.fleet.unpark()
-        self._unheard = ()
+        self.fleet.unheard = ()
         self._retire()
-
-    @property
-    def unheard(self) -> tuple[UnitId, ...]:
-        """Units lost since the last relink."""
-        return self._unheard
-
-    def notice(self) -> None:
-        """Look for units that have lost a seat."""
-        self._unheard += tuple(u.id for u in self.fleet.reap())
 
     def take(self, devices: Iterable[Device]) -> None:
         """Announce that devices will leave: once no unit is on them, their seats end."""
@@ -270,7 +259,7 @@ class TorchJob:
     def give(self, devices: Iterable[Device]) -> None:
         """Devices are back: start their seats; returns when they are up."""
         back = self._known(devices)
-        self.notice()
+        self.fleet.reap()  # a unit that was on the old seat is not on the new one
         self.fleet.pool.start(sorted(back))
         self._retired -= back
         self._draining -= back
@@ -298,5 +287,3 @@ class TorchJob:
             return
         calls = pool.send({device: ("reset", {}) for device in pool.alive})
         self.fleet.settle(calls, self.settings.step_s)
-
-

@@ -94,7 +94,7 @@ class Move:
                 self._phase(fleet, parts, phase, op, timeout_s)
         except Exception as error:
             self._abandon(fleet, parts, op, timeout_s)
-            if lost := fleet.reap():
+            if lost := self._lost(fleet, parts):
                 raise UnitLost([u.id for u in lost], tuple(fleet.units), str(error)) from error
             raise
         peaks = self._commit(fleet, parts, op, timeout_s)
@@ -102,7 +102,7 @@ class Move:
         standing = [u for u in self.created if alive.issuperset(u.devices)]
         gone = [u for u in self.created if u not in standing]
         fleet.replace((u.id for u in self.ending), standing)
-        lost_too = fleet.reap()
+        lost_too = self._lost(fleet, parts)
         for unit in gone:
             fleet.drop(unit)
         self._phase(fleet, {d: p for d, p in parts.items() if d in alive}, "release", op, timeout_s)
@@ -110,6 +110,10 @@ class Move:
             lost_ids = sorted({u.id for u in (*gone, *lost_too)})
             raise UnitLost(lost_ids, tuple(fleet.units), f"a seat ended in commit of {self.name}")
         return peaks
+
+    def _lost(self, fleet: Fleet, parts: Mapping[Device, SeatPart]) -> list[Unit]:
+        """Return units that are gone with a seat that took part; others are not its matter."""
+        return [u for u in fleet.reap() if not parts.keys().isdisjoint(u.devices)]
 
     def _phase(
         self, fleet: Fleet, parts: Mapping[Device, SeatPart], phase: str, op: str, timeout_s: float

@@ -36,7 +36,14 @@ from nereus_adapters.torch.engine import (
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.sync import synchronize
 from nereus_adapters.torch.transfer import Transfer
-from nereus_adapters.torch.values import Meeting, Memory, SeatPart, SeatSettings, ShardSpec, SyncPart
+from nereus_adapters.torch.values import (
+    Meeting,
+    Memory,
+    SeatPart,
+    SeatSettings,
+    ShardSpec,
+    SyncPart,
+)
 from nereus_adapters.torch.wire import Call, Failure, Reply, receive, send_value
 from nereus_core.errors import NereusError
 from nereus_core.state import Slot
@@ -76,7 +83,7 @@ class Seat:
         self.units[unit] = shard
 
     def drop(self, unit: UnitId, *, park: bool = False) -> None:
-        """Let go of a shard; parked, its state moves to host memory. Returns when memory is free."""
+        """Let go of a shard and its memory; parked, its state moves to host memory."""
         self.unlink(unit)
         shard = self.units.pop(unit)
         self.accountant.drop(shard.resident_bytes())
@@ -99,6 +106,10 @@ class Seat:
         """Return a shard's counters, of a parked one too."""
         return dict({**self.parked, **self.units}[unit].counters)
 
+    def set_counter(self, unit: UnitId, name: str, value: int) -> None:
+        """Change a counter, for tests that need state to be wrong."""
+        self.units[unit].counters[name] = value
+
     def digests(self, unit: UnitId) -> dict[str, str]:
         """Return a shard's partial digests."""
         return self.units[unit].digests()
@@ -115,11 +126,11 @@ class Seat:
                 found[f"{slot}/{name}"] = (shard.box(name).offset, tensor.numpy())
         return found
 
-    def poke(self, unit: UnitId, slot: Slot, name: str) -> None:
-        """Add one to a tensor where it is held, for tests that need state to be wrong."""
+    def poke(self, unit: UnitId, slot: Slot, name: str, factor: float, term: float) -> None:
+        """Change a tensor where it is held, for tests that need state to be wrong."""
         shard = self.units[unit]
         if name in shard.names:
-            shard.tensor(slot, name).add_(1)
+            shard.tensor(slot, name).mul_(factor).add_(term)
 
     def memory(self, *, reset: bool = False) -> Memory:
         """Return state bytes as counted; ``reset`` starts a new window for the peak."""
@@ -138,7 +149,9 @@ class Seat:
         constant = {
             buffer.untyped_storage().data_ptr()
             for module in things
-            if issubclass(type(module), torch.nn.Module)  # isinstance asks odd objects for __class__
+            if issubclass(
+                type(module), torch.nn.Module
+            )  # isinstance asks odd objects for __class__
             for buffer in module._buffers.values()
             if buffer is not None
         }
@@ -282,8 +295,8 @@ class Seat:
         return found.cpu() if found is not None and first else None
 
     def _computed(self, unit: UnitId, method: str, kwargs: Mapping[str, Any]) -> Any:
-        self.faults.at(method)
         try:
+            self.faults.at(method)
             return getattr(self.units[unit], method)(**kwargs)
         except BaseException:
             # Peers must not wait for a rank that has given up.
@@ -330,6 +343,7 @@ def serve(connection: Connection) -> None:
         try:
             if seat is None:
                 seat = Seat(settings)
+                gc.freeze()  # what the imports made stays; collections need not look at it
             method = getattr(seat, call.method, None)
             if method is None or call.method.startswith("_"):
                 raise NereusError(f"a seat has no method {call.method!r}.")

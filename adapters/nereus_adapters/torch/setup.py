@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a TorchJob: shapes, weights, cluster, task, start-up plan."""
+"""From a configuration to the parts of a TorchJob: shapes, weights, cluster, task, plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nereus_core.device_specs import DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
-from nereus_core.plan import Placement, Plan
+from nereus_core.plan import Placement, Plan, check_plan
 from nereus_core.workload import ALGORITHMS, FLOAT32, FLOAT64, Job, ModelStage, Precision
 
 # As the engine keeps it: parameters and gradients in bf16, moments in float32, no master copy.
@@ -51,6 +51,7 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     task = _task(job_section, config.seed, folder, job)
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
+    check_plan(plan, job)
     settings = _settings(job_section, backend, config, hf_config)
     pool = LocalPool(
         backend.device, threads=backend.threads, port=backend.port, start_s=backend.start_s
@@ -81,9 +82,7 @@ def cluster(backend: BackendSection) -> Cluster:
         known = ", ".join(DEVICE_SPECS)
         raise ConfigError("backend.device_spec", f"{name!r} is unknown; known: {known}")
     if backend.seats % backend.nodes:
-        raise ConfigError(
-            "backend.nodes", f"{backend.nodes} does not divide {backend.seats} seats"
-        )
+        raise ConfigError("backend.nodes", f"{backend.nodes} does not divide {backend.seats} seats")
     spec: DeviceSpec = DEVICE_SPECS[name]
     if backend.memory_bytes is not None:
         spec = replace(spec, memory_bytes=backend.memory_bytes)
@@ -232,7 +231,7 @@ def _placement(job: Job, stage: ModelStage, wanted: str | PlacementConfig | None
 
 
 def simplest(job: Job) -> Plan:
-    """Return the plan without model parallelism: every stage on as many seats as divide the batch."""
+    """Return the plan without model parallelism: as many units as divide the batch."""
     seats = job.cluster.healthy
     dp = next(n for n in range(len(seats), 0, -1) if job.global_batch % n == 0)
     return Plan({s: Placement.packed(Layout(1, 1), seats[:dp]) for s in job.workload.stages})

@@ -42,7 +42,9 @@ _SAMPLED, _GREEDY = 0, 1
 class Steps:
     """Runs stages on a fleet. Stages that do not need one another run at the same time."""
 
-    def __init__(self, job: Job, fleet: Fleet, gate: Gate, task: Task, settings: RlSettings) -> None:
+    def __init__(
+        self, job: Job, fleet: Fleet, gate: Gate, task: Task, settings: RlSettings
+    ) -> None:
         self._job, self._fleet, self._gate = job, fleet, gate
         self._task, self._settings = task, settings
         self.stage_s: dict[ModelStage, float] = {}
@@ -163,9 +165,7 @@ class Steps:
             )
             return replace(batch, advantages=advantages.remax(rewards, baselines, mask))
         assert values is not None
-        found, returns = advantages.gae(
-            rewards, values, mask, settings.gamma, settings.gae_lambda
-        )
+        found, returns = advantages.gae(rewards, values, mask, settings.gamma, settings.gae_lambda)
         return replace(
             batch,
             advantages=advantages.whitened(found, mask),

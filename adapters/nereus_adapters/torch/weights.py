@@ -14,7 +14,6 @@ from nereus_core.state import Slot, placed, routes
 from nereus_core.units import Unit
 from nereus_core.workload import ModelStage, Workload
 
-
 _generations = itertools.count()
 """Names groups: a name is used once on a store, which may outlive a job."""
 
@@ -98,9 +97,7 @@ class Weights:
         messages = buckets(found, {Slot.PARAM: self._param_bytes}, numbering, self._bucket_bytes)
         generation = next(_generations)
         meetings = {
-            device: Meeting(
-                f"sync{generation}/{name}", rank, len(numbering), self._fleet.timeout_s
-            )
+            device: Meeting(f"sync{generation}/{name}", rank, len(numbering), self._fleet.timeout_s)
             for device, rank in numbering.items()
         }
         calls = {d: ("open_lane", {"name": name, "meeting": m}) for d, m in meetings.items()}

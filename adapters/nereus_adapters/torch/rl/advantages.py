@@ -20,7 +20,7 @@ def token_rewards(
     ref_logprobs: torch.Tensor,
     kl_coef: float,
 ) -> torch.Tensor:
-    """Return rewards per token: the score at the last token, less a penalty for leaving the reference.
+    """Return rewards per token: the score at the last one, less a penalty for divergence.
 
     Args:
         scores: [B], of whole responses.

@@ -47,7 +47,7 @@ class Rollout:
         return Batch.of([p.tokens for p in self.prompts], self.generated.tokens)
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return float64 [B, T]: of the sampled tokens, as the policy that sampled them saw them."""
+        """Return float64 [B, T]: of the sampled tokens, under the policy that sampled them."""
         assert self.generated is not None
         found = torch.zeros(batch.tokens.shape, dtype=torch.float64)
         for row, (prompt, values) in enumerate(

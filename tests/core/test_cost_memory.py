@@ -1,0 +1,91 @@
+from dataclasses import replace
+
+import pytest
+
+from nereus_core.cluster import Cluster
+from nereus_core.cost import CostModel, Lengths
+from nereus_core.device_specs import H100_SXM, INFINIBAND_NDR, NVLINK4
+from nereus_core.layout import Layout
+from nereus_core.plan import Placement, Plan
+from nereus_core.sim.models import LLAMA_3_1_8B
+from nereus_core.workload import (
+    ACTOR_GENERATE,
+    ACTOR_TRAIN,
+    BFLOAT16_MIXED,
+    REF_INFER,
+    Job,
+    grpo,
+)
+
+CLUSTER = Cluster.homogeneous(1, 8, H100_SXM, NVLINK4, INFINIBAND_NDR)
+JOB = Job(
+    grpo(), {"actor": LLAMA_3_1_8B, "ref": LLAMA_3_1_8B}, CLUSTER, 64, 1024, 4096, BFLOAT16_MIXED
+)
+LENGTHS = Lengths(512, 1024, 2048, 4096)
+DEVICES = CLUSTER.devices
+PARAMS = LLAMA_3_1_8B.num_params
+
+
+def plan_of(**devices: tuple[Layout, tuple]) -> Plan:
+    stages = {"generate": ACTOR_GENERATE, "infer": REF_INFER, "train": ACTOR_TRAIN}
+    return Plan({stages[k]: Placement.packed(*v) for k, v in devices.items()})
+
+
+APART = plan_of(
+    generate=(Layout(1, 1), DEVICES[:2]), infer=(Layout(1, 1), DEVICES[2:4]),
+    train=(Layout(4, 1), DEVICES[4:]),
+)  # fmt: skip
+
+
+def test_training_state_follows_the_precision():
+    need = CostModel(JOB).memory(APART, LENGTHS)[DEVICES[4]]
+    # Sharded by tp 4: bf16 parameters, two float32 moments, float32 master copy and gradients.
+    state = PARAMS * (2 + 2 * 4 + 4 + 4) / 4
+    assert state < need < 1.5 * state
+
+
+def test_a_generating_unit_keeps_parameters_and_its_cache():
+    need = CostModel(JOB).memory(APART, LENGTHS)[DEVICES[0]]
+    per_token = 2 * 32 * 8 * 128 * 2  # keys and values, 32 layers, 8 kv heads of 128, bf16
+    cache = 32 * (LENGTHS.prompt_mean + LENGTHS.response_p95) * per_token
+    assert need == pytest.approx(2 * PARAMS + cache, rel=0.02)
+
+
+def test_what_stays_adds_up_on_a_shared_device_and_what_runs_does_not():
+    everywhere = (Layout(4, 1), DEVICES[:4])
+    cost = CostModel(JOB)
+    together = cost.memory(
+        plan_of(generate=everywhere, infer=everywhere, train=everywhere), LENGTHS
+    )
+    alone = {
+        k: cost.memory(plan_of(**{k: everywhere}), LENGTHS)[DEVICES[0]]
+        for k in ("generate", "infer", "train")
+    }
+    stays = 2 * PARAMS / 4
+    assert together[DEVICES[0]] < sum(alone.values())
+    assert together[DEVICES[0]] == pytest.approx(alone["train"] + 2 * stays, rel=0.02)
+
+
+def test_the_worst_device_is_named_with_need_and_have():
+    small = replace(H100_SXM, memory_bytes=20 * 2**30)
+    job = JOB.on(replace(CLUSTER, device_spec=small))
+    problem = CostModel(job).memory_problem(APART, LENGTHS)
+    assert problem is not None
+    assert problem.startswith("node0:4 needs ")
+    assert "actor/train=tp4pp1dp1 and has 18.00 GiB with 10% headroom" in problem
+    assert CostModel(JOB).memory_problem(APART, LENGTHS) is None
+
+
+def test_headroom_is_what_no_plan_may_use():
+    assert CostModel(JOB, headroom=0.25).capacity_bytes == 0.75 * H100_SXM.memory_bytes
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(1, 4), Layout(4, 1)])
+def test_longer_responses_need_more(layout):
+    plan = plan_of(
+        generate=(layout, DEVICES[:4]), infer=(layout, DEVICES[:4]), train=(layout, DEVICES[4:])
+    )
+    cost = CostModel(JOB)
+    longer = replace(LENGTHS, response_p95=4096.0, response_max=8192.0)
+    before, after = cost.memory(plan, LENGTHS), cost.memory(plan, longer)
+    assert all(after[d] > before[d] for d in DEVICES)
