@@ -116,64 +116,6 @@ class Space:
         )
 
     @property
-    def num_devices(self) -> IntArray:
-        """Devices each option takes."""
-        return self.tp * self.pp * self.dp
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Front:
-    """Undominated ways for a group of stages to share one group of devices.
-
-    Shapes: ``level_s`` [way, level]; ``rows`` [way, stage of the group] are option rows.
-    """
-
-    level_s: FloatArray
-    rows: IntArray
-
-
-@dataclass(slots=True)
-class Space:
-    """Tables, bounds and fronts of one planning problem; fronts are made when asked for."""
-
-    cost: CostModel
-    lengths: Lengths
-    constraints: Constraints
-    """As asked, with least numbers of units lowered to what the devices allow."""
-    stages: tuple[ModelStage, ...]
-    options: tuple[StageOptions, ...]
-    devices: tuple[Device, ...]
-    """Those a plan may use, nodes with most of them first."""
-    node_sizes: tuple[int, ...]
-    sizes: IntArray
-    num_levels: int
-    _fronts: dict[tuple[tuple[int, ...], Shape], Front] = field(default_factory=dict)
-    _single: dict[tuple[int, Shape], tuple[FloatArray, IntArray]] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, cost: CostModel, lengths: Lengths, constraints: Constraints, current: Plan | None
-    ) -> Space:
-        """Enumerate and price every choice; raises NoFeasiblePlan where a stage has none."""
-        job = cost.job
-        usable = [d for d in job.cluster.healthy if d not in constraints.excluded]
-        if not usable:
-            raise NoFeasiblePlan(0, "no device is healthy")
-        nodes = by_node(usable)
-        node_sizes = tuple(map(len, nodes))
-        level = levels(job.workload)
-        stages = job.workload.stages
-        options = tuple(
-            _options(cost, lengths, constraints, current, stage, level[stage], node_sizes)
-            for stage in stages
-        )
-        attained = {o.stage: int(o.dp.min()) for o in options if o.stage in constraints.min_dp}
-        return cls(
-            cost, lengths, constraints.asking(attained), stages, options, tuple(d for node in nodes for d in node), node_sizes,
-            group_sizes(len(usable)), max(level.values()) + 1,
-        )  # fmt: skip
-
-    @property
     def num_devices(self) -> int:
         """Devices a plan may use."""
         return len(self.devices)
