@@ -160,7 +160,11 @@ def _judge(
     saving: Interval | None,
 ) -> tuple[Path, bool, str]:
     if current is None or saving is None:
-        return "urgent", True, "the current plan cannot go on: profitability is not asked"
+        return (
+            "urgent",
+            True,
+            "the current plan cannot go on, or has fewer units than demanded: profit is not asked",
+        )
     if chosen.plan == current_plan:
         return "opportunistic", False, "the current plan is the best one"
     relative = saving.mean_s / current.step.step.mean_s

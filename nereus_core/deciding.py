@@ -69,6 +69,8 @@ def decide(
             raise
         return stay(str(error))
     target = planned.best.plan
+    if not constraints.enough_units(now.plan) and constraints.enough_units(target):
+        current = None  # what the configuration demands is not weighed against seconds
     graph = compiled(target)
     decision = admit(
         step=known.step,

@@ -17,8 +17,8 @@ import numpy as np
 from nereus_core.cluster import Device
 from nereus_core.observation import Observation
 
-_WINDOW = 32
-"""Steps a trend is read from; chosen, not measured."""
+_WINDOW = 8
+"""Steps a trend is read from; few, so that a change of level is soon forgotten. Chosen."""
 _FEWEST = 4
 """Steps below which there is no trend to speak of."""
 

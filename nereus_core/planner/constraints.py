@@ -106,6 +106,10 @@ class Constraints:
             return able(Kind.MERGE)
         return able(Kind.SPLIT) or able(Kind.MERGE)
 
+    def enough_units(self, plan: Plan) -> bool:
+        """Whether every stage has the units that ``min_dp`` asks for."""
+        return all(plan[s].dp >= least for s, least in self.min_dp.items() if s in plan)
+
     def allows_moves(self, stage: ModelStage) -> bool:
         """Whether a stage may leave devices for others: that takes Extend and Destroy."""
         return not {(Kind.EXTEND, stage.stage), (Kind.DESTROY, stage.stage)} & self.forbidden

@@ -85,9 +85,12 @@ CAUGHT = {
         "test_split_undoes_merge",
         "test_two_stages_transition_at_once",
         "test_replayed_op_returns_its_receipt",
+        "test_planned_transition_reaches_the_plan",
+        "test_there_and_back_restores_state",
     },
     "i2": {
         "test_merge_keeps_optimizer_state",
+        "test_there_and_back_restores_state",
         "test_loss_follows_the_fixed_layout",
         "test_gradients_match_the_fixed_layout",
     },
@@ -98,6 +101,8 @@ CAUGHT = {
         "test_disjoint_primitives_commute",
         "test_two_stages_transition_at_once",
         "test_colocated_stages_hand_over_devices",
+        "test_planned_transition_reaches_the_plan",
+        "test_there_and_back_restores_state",
     },
     "i7": {"test_memory_is_free_when_destroy_returns", "test_colocated_stages_hand_over_devices"},
     "i8": {"test_primitive_outside_a_boundary_is_refused", "test_only_named_stages_are_held"},
@@ -148,6 +153,34 @@ def test_what_is_unsupported_is_skipped_and_its_refusal_is_tested(held):
     assert run.report["primitives"]["split"] == dict.fromkeys(
         ("generate", "infer", "train"), "refused"
     )
+
+
+def test_what_needs_a_newer_backend_counts_as_unsupported(held):
+    run = held("too_early", "test_split or test_refusals")
+
+    assert run.code == 0, run.output[-4000:]
+    assert "test_split_keeps_parameters" in run.named("skipped")
+    assert run.report["primitives"]["split"]["train"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "said"),
+    [
+        ("seamed", set(), ""),
+        ("seam_gone", {"test_every_seam_resolves", "test_seam_signatures_match"}, "has no Gone"),
+        ("seam_changed", {"test_seam_signatures_match"}, "(self, plugin, name)"),
+        (
+            "seam_undeclared",
+            {"test_no_framework_name_is_used_that_is_not_a_seam"},
+            "used and not declared as seams: pluggy:Result",
+        ),
+    ],
+)
+def test_seams_are_read_from_the_source_of_the_framework(held, name, failed, said):
+    run = held(name, "test_seams")
+
+    assert run.named("failed") == failed, run.output[-4000:]
+    assert said in run.output
 
 
 def test_an_unsupported_primitive_that_works_is_caught(held):

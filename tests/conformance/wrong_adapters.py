@@ -13,8 +13,15 @@ from dataclasses import dataclass, field, replace
 from nereus_adapters.sim.adapter import SimAdapter
 from nereus_adapters.sim.harness import SimHarness
 from nereus_core.adapter import Boundary, Receipt
-from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
-from nereus_core.declaration import AdapterDeclaration
+from nereus_core.capabilities import (
+    Capabilities,
+    Feature,
+    full,
+    not_yet,
+    since,
+    unsupported,
+)
+from nereus_core.declaration import AdapterDeclaration, Seam
 from nereus_core.errors import DevicesBusy, Diverged, Unsupported
 from nereus_core.hookspecs import hookimpl
 from nereus_core.plan import Plan
@@ -170,6 +177,13 @@ class StaysStopped(SimAdapter):
         self._running.gate.open()
 
 
+def uses_a_framework() -> object:
+    """Use a name of the framework that the seam cases' adapters declare as their backend."""
+    from pluggy import Result
+
+    return Result
+
+
 class CannotSplit(SimAdapter):
     """Refuses to split, and says so."""
 
@@ -185,11 +199,15 @@ class Wrong:
     capabilities: Capabilities = field(default_factory=Capabilities.everything)
     known_failures: Mapping[str, str] = field(default_factory=dict)
     wait_s: float = 20.0
+    requirement: str | None = None
+    seams: tuple[Seam, ...] = ()
 
 
 ALL = Capabilities.everything()
 NO_STAGE = {stage: unsupported("for a test") for stage in Stage}
 NOT_YET = {stage: not_yet("for a test", tracking="#1") for stage in Stage}
+MANAGER = Seam("pluggy", "PluginManager.register", ("self", "plugin", "name"))
+RESULT = Seam("pluggy", "Result")
 ADAPTERS = {
     "i1": Wrong(LosesAChild),
     "i2": Wrong(ForgetsMoments),
@@ -207,6 +225,21 @@ ADAPTERS = {
     "cannot_yet": Wrong(CannotSplit, replace(ALL, split=NOT_YET)),
     "modest": Wrong(SimAdapter, replace(ALL, split=NOT_YET)),
     "vain": Wrong(CannotSplit),
+    "too_early": Wrong(
+        CannotSplit,
+        replace(ALL, split=dict.fromkeys(Stage, since("999"))),
+        requirement="pluggy>=1",
+    ),
+    "seamed": Wrong(SimAdapter, requirement="pluggy>=1", seams=(MANAGER, RESULT)),
+    "seam_undeclared": Wrong(SimAdapter, requirement="pluggy>=1", seams=(MANAGER,)),
+    "seam_gone": Wrong(
+        SimAdapter, requirement="pluggy>=1", seams=(RESULT, replace(MANAGER, qualname="Gone"))
+    ),
+    "seam_changed": Wrong(
+        SimAdapter,
+        requirement="pluggy>=1",
+        seams=(RESULT, replace(MANAGER, parameters=("self", "nom"))),
+    ),
     "false_refusal": Wrong(SimAdapter, replace(ALL, split=NO_STAGE)),
     "silent": Wrong(
         SimAdapter,
@@ -247,6 +280,8 @@ def nereus_declare_adapter() -> list[AdapterDeclaration]:
             f"wrong_{name}",
             wrong.adapter.__doc__ or "",
             wrong.capabilities,
+            requirement=wrong.requirement,
+            seams=wrong.seams,
             known_failures=wrong.known_failures,
         )
         for name, wrong in ADAPTERS.items()

@@ -309,3 +309,13 @@ def test_a_shape_says_what_packing_does(counts):
                     assert not options.tp_crosses[0]
                     assert options.pp_crosses[0] == pp_crosses[0], (tp, pp, dp)
                     assert options.dp_crosses[0] == dp_crosses[0], (tp, pp, dp)
+
+
+@pytest.mark.parametrize(("num_devices", "least"), [(4, 2), (2, 2), (1, 1)])
+def test_a_least_number_of_units_is_kept_as_far_as_devices_allow(num_devices, least):
+    cluster = Cluster.homogeneous(1, num_devices, CPU_SEAT, LOOPBACK, LOOPBACK)
+    job = Job(grpo(), {"actor": TINY, "ref": TINY}, cluster, 8, 16, 16)
+    constraints = Constraints(min_dp={ACTOR_TRAIN: 2})
+    plan = best(CostModel(job), Lengths.of_job(job), constraints).best.plan
+    assert plan[ACTOR_TRAIN].dp >= least
+    assert constraints.enough_units(plan) is (least == 2)

@@ -183,6 +183,9 @@ class TorchAdapter:
         if lost:
             raise UnitLost(lost, tuple(units), "a device failed")
         check(op, units, self._running.fleet.parked)
+        poorer = [u for u in sources(op) if u.model_stage.stage is not Stage.TRAIN]
+        if stage.stage is Stage.TRAIN and poorer:
+            raise Infeasible(f"{op}: {poorer[0]} holds no optimizer state to copy.", op)
         failed = self.job().cluster.failed
         for unit in created(op):
             if gone := sorted(set(unit.devices) & failed):

@@ -343,6 +343,7 @@ def serve(connection: Connection) -> None:
         try:
             if seat is None:
                 seat = Seat(settings)
+                gc.freeze()  # what the imports made stays; collections need not look at it
             method = getattr(seat, call.method, None)
             if method is None or call.method.startswith("_"):
                 raise NereusError(f"a seat has no method {call.method!r}.")

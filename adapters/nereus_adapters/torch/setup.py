@@ -25,7 +25,7 @@ from nereus_core.device_specs import DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
-from nereus_core.plan import Placement, Plan
+from nereus_core.plan import Placement, Plan, check_plan
 from nereus_core.workload import ALGORITHMS, FLOAT32, FLOAT64, Job, ModelStage, Precision
 
 # As the engine keeps it: parameters and gradients in bf16, moments in float32, no master copy.
@@ -51,6 +51,7 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     task = _task(job_section, config.seed, folder, job)
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
+    check_plan(plan, job)
     settings = _settings(job_section, backend, config, hf_config)
     pool = LocalPool(
         backend.device, threads=backend.threads, port=backend.port, start_s=backend.start_s

@@ -21,7 +21,7 @@ from nereus_core.layout import Layout
 from nereus_core.plan import Plan
 from nereus_core.primitives import Destroy, Extend
 from nereus_core.units import UnitId
-from nereus_core.workload import ACTOR_TRAIN, REF_INFER
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER
 
 pytestmark = pytest.mark.real
 
@@ -49,6 +49,8 @@ def test_impossible_requests_are_refused_by_name_and_the_job_goes_on(harness, to
             hand.extend(Layout(2, 1), [1, 2])
         with pytest.raises(NoSuchUnit, match="no unit actor/train#77"):
             adapter.destroy(Destroy("nobody", UnitId(ACTOR_TRAIN, 77)))
+        with pytest.raises(Infeasible, match="actor/generate#0 holds no optimizer state"):
+            hand.extend(Layout(1, 1), [2], sources=hand.ids(ACTOR_GENERATE))
         with pytest.raises(LastUnit, match="ref/infer#0"):
             hand.destroy(0, REF_INFER)
         assert adapter.units() == units
@@ -58,6 +60,8 @@ def test_impossible_requests_are_refused_by_name_and_the_job_goes_on(harness, to
 
 def test_an_extension_onto_too_few_seats_or_a_dead_one_is_refused(harness, tools, adapter, hand):
     harness.fail(hand.devices[3])
+    assert adapter.job().cluster.failed == {hand.devices[3]}
+    assert adapter.observe().healthy == set(hand.devices[:3])
     with tools.at_boundary(adapter), pytest.raises(Infeasible, match="node0:3 has failed"):
         hand.extend(Layout(2, 1), [2, 3])
     harness.running_job.give([hand.devices[3]])

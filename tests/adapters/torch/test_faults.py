@@ -3,13 +3,11 @@
 import pytest
 
 from nereus_adapters.torch.faults import FaultInjected
-from nereus_core.errors import SeatDead, UnitLost
+from nereus_core.errors import UnitLost
 from nereus_core.layout import Layout
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER
 
 pytestmark = pytest.mark.real
-
-PHASES = ("prepare", "transfer", "verify", "commit")
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def arm(harness, device, phase, kind):
     harness.pool.call(device, "fail_at", phase=phase, kind=kind).wait(60)
 
 
-@pytest.mark.parametrize("phase", PHASES[:3])
+@pytest.mark.parametrize("phase", ["prepare", "transfer", "verify"])
 def test_an_error_before_commit_leaves_everything_as_it_was(harness, tools, adapter, phase):
     hand = tools.Hand(adapter)
     harness.step()
@@ -50,7 +48,7 @@ def test_an_error_at_commit_is_tried_again(harness, tools, adapter):
     assert tools.sha256(harness.peek(hand.ids(ACTOR_TRAIN)[0])) == before
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ["transfer", "commit"])
 def test_a_seat_that_dies_in_a_primitive_takes_only_its_units(harness, tools, adapter, phase):
     """Seat 1 dies while unit 0 becomes one on seats 2 and 3 and unit 1 stands beside."""
     hand = tools.Hand(adapter)
@@ -96,7 +94,7 @@ def test_a_seat_that_hangs_is_ended_and_named(harness, tools, adapter):
     harness.running_job.give([hand.devices[1]])
 
 
-@pytest.mark.parametrize("method", ["generate", "logprobs", "train", "sync"])
+@pytest.mark.parametrize("method", ["generate", "train", "sync"])
 def test_a_step_that_loses_a_seat_goes_on_where_it_was(harness, tools, method):
     """The figures of the whole run equal those of a run that lost nothing."""
     job = harness.job()
@@ -153,15 +151,6 @@ def test_a_replica_that_missed_an_update_is_dropped(harness, tools, adapter):
     with pytest.raises(UnitLost) as caught:
         harness.step()
     assert caught.value.lost == (second,)
-
-
-def test_a_dead_seat_is_named_at_once(harness, adapter):
-    device = adapter.job().cluster.devices[3]
-    harness.fail(device)
-    assert adapter.job().cluster.failed == {device}
-    with pytest.raises(SeatDead, match=r"node0:3 ended \(exit code -9\)"):
-        harness.pool.call(device, "hello").wait(10)
-    harness.running_job.give([device])
 
 
 def test_devices_that_leave_are_drained_first(harness, tools, adapter):

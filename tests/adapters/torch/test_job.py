@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from nereus_adapters.torch.setup import BFLOAT16
 from nereus_core.layout import Layout
-from nereus_core.state import Slot
+from nereus_core.state import Slot, unit_shards
 from nereus_core.workload import (
     ACTOR_GENERATE,
     ACTOR_TRAIN,
@@ -175,6 +176,40 @@ def test_observation_tells_lengths_seconds_and_bytes(harness, tools):
     assert 0 < sum(seen.stage_s.values()) < 4 * seen.step_s
     assert set(seen.peak_bytes) == set(adapter.job().cluster.devices)
     assert adapter.observe().response_tokens.count == 0
+
+
+def test_tied_embeddings_reach_generation(harness, tools):
+    """Megatron-LM#6940: lost when training state is laid out anew for generation."""
+    job = harness.job()
+    assert job.model(ACTOR_TRAIN).tied_embeddings
+    placements = {ACTOR_TRAIN: (Layout(1, 4), 1), ACTOR_GENERATE: (Layout(2, 1), 2)}
+    adapter = harness.launch(job, tools.packed(job, placements))
+    hand = tools.Hand(adapter)
+    steps(harness, adapter, 2)
+    trained = harness.peek(hand.ids(ACTOR_TRAIN)[0])
+    for unit in hand.ids(ACTOR_GENERATE):
+        served = harness.peek(unit)
+        assert served.keys() == {name for name in trained if name.startswith("param/")}
+        assert all((served[name] == trained[name]).all() for name in served)
+
+
+def test_bfloat16_keeps_its_moments_in_float32(harness, tools):
+    job = replace(harness.job(), precision=BFLOAT16)
+    adapter = harness.launch(job, tools.packed(job))
+    hand = tools.Hand(adapter)
+    steps(harness, adapter, 2)
+    before = tools.sha256(harness.peek(hand.ids(ACTOR_TRAIN)[0]))
+    with tools.at_boundary(adapter):
+        receipt = hand.merge(Layout(2, 2), [3, 2, 1, 0])
+    whole = sum(b.num_elements for b in unit_boxes(job))
+    assert receipt.moved_bytes + receipt.kept_bytes == whole * (2 + 4 + 4)
+    assert tools.sha256(harness.peek(hand.ids(ACTOR_TRAIN)[0])) == before
+    steps(harness, adapter, 1)
+
+
+def unit_boxes(job):
+    shards = unit_shards(job.model(ACTOR_TRAIN), Layout(2, 2))
+    return [box for shard in shards for box in shard.values()]
 
 
 def test_counters_and_schedule_go_along(harness, tools):

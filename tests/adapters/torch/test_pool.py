@@ -75,11 +75,7 @@ def test_errors_of_nereus_survive_the_pipe():
     assert rebuilt.problems == error.problems
 
 
-def test_a_late_answer_names_seat_and_method(seats):
-    seats.call(SECOND, "fail_at", phase="hello", kind="hang").wait(60)
-    pending = seats.call(SECOND, "digests", unit="nobody")
-    with pytest.raises(SeatError):
-        pending.wait(60)
+def test_a_late_answer_names_seat_and_method_and_a_dead_seat_can_be_replaced(seats):
     seats.call(SECOND, "fail_at", phase="prepare", kind="hang").wait(60)
     pending = seats.call(SECOND, "prepare", part=None)
     with pytest.raises(WaitTimeout, match=r"waited 0.2 s for seat node0:1 to finish prepare"):
@@ -88,11 +84,7 @@ def test_a_late_answer_names_seat_and_method(seats):
     with pytest.raises(SeatDead, match=r"node0:1 ended \(exit code -9\) during prepare"):
         pending.wait(60)
     assert SECOND not in seats.alive
-
-
-def test_a_seat_can_be_replaced(seats):
-    seats.kill(SECOND)
-    with pytest.raises(SeatDead):
+    with pytest.raises(SeatDead, match="during hello"):
         seats.call(SECOND, "hello").wait(60)
     seats.start([FIRST, SECOND])
     assert seats.call(SECOND, "hello").wait(60).value == seats.pid(SECOND)
