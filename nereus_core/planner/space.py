@@ -104,9 +104,16 @@ class Space:
         )
         attained = {o.stage: int(o.dp.min()) for o in options if o.stage in constraints.min_dp}
         return cls(
-            cost, lengths, constraints.asking(attained), stages, options, tuple(d for node in nodes for d in node), node_sizes,
-            group_sizes(len(usable)), max(level.values()) + 1,
-        )  # fmt: skip
+            cost,
+            lengths,
+            constraints.asking(attained),
+            stages,
+            options,
+            tuple(d for node in nodes for d in node),
+            node_sizes,
+            group_sizes(len(usable)),
+            max(level.values()) + 1,
+        )
 
     @property
     def num_devices(self) -> int:

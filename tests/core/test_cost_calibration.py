@@ -131,9 +131,10 @@ def test_efficiencies_stay_in_zero_one_whatever_is_measured():
     assert error(learned(world, 20), world, NOW, LENGTHS) < 0.05
 
 
-def test_the_covariance_stays_symmetric_and_positive():
+@pytest.mark.parametrize("factor", [3.0, 0.25])  # 0.25: faster than the peaks, at the bound
+def test_the_covariance_stays_symmetric_and_positive(factor):
     cost = CostModel(JOB)
-    world = World(4)
+    world = World(4, factor)
     for step in range(40):
         plan = [NOW, *UNSEEN][step // 5 % 4]
         cost = cost.refined(plan, world.observe(plan, step, slow=3.0 if step % 7 == 0 else 1.0))
