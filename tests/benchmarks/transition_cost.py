@@ -1,9 +1,10 @@
 """What a change of layout costs on real seats, against a restart of the same job.
 
-A tiny Llama trains on four CPU seats; its plan goes through a cycle of layouts. For each transition:
-seconds, bytes moved and their lower bound, and the peak of state bytes on a seat against the larger of
-its old and new shard. The rival is the least that a restart costs: seats, modules and weights anew,
-measured by launching the same job, without writing or reading a checkpoint.
+A small Llama trains on four CPU seats; its plan goes through a cycle of layouts. For each
+transition: seconds, bytes moved and their lower bound, and the peak of state bytes on a seat
+against the larger of its old and new shard. The rival is the least that a restart costs: seats,
+modules and weights anew, measured by launching the same job, without writing or reading a
+checkpoint.
 """
 
 from __future__ import annotations

@@ -50,5 +50,5 @@ def test_layouts_fit_the_devices():
 def test_text_round_trips_and_bad_text_is_refused():
     assert Layout.parse(str(Layout(4, 2))) == Layout(4, 2)
     for text in ("", "4x2", "tp4", "tpXpp1", "tp0pp1"):
-        with pytest.raises(ValueError, match="layout|degrees"):
+        with pytest.raises(ValueError, match=r"layout|degrees"):
             Layout.parse(text)

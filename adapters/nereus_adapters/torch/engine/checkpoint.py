@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nereus_adapters.torch.engine.families import norm_start
-from nereus_adapters.torch.engine.initial import initial_tensor
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nereus_adapters.torch.engine.families import norm_start
+from nereus_adapters.torch.engine.initial import initial_tensor
 from nereus_core.errors import ModelConfigError, NereusError
 from nereus_core.model import ModelSpec
 from nereus_core.state import Box, Shard, tensor_rules

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from transformers import DynamicCache
+
 from nereus_adapters.torch.engine.sampling import sample
 from nereus_adapters.torch.engine.stage_model import StageModel
 from nereus_adapters.torch.engine.types import Generated
-from transformers import DynamicCache
 
 
 @dataclass(frozen=True, slots=True)

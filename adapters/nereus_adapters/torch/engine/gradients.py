@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from nereus_adapters.torch.engine.groups import Group, UnitGroups, members
 
+from nereus_adapters.torch.engine.groups import Group, UnitGroups, members
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.state import Box, tensor_rules, unit_shards

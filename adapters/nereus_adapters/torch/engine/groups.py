@@ -139,7 +139,9 @@ class Group:
     def _named(self, doing: str, error: RuntimeError) -> NereusError:
         first = str(error).splitlines()[0]
         if "timed out" in first.lower() or "timeout" in first.lower():
-            return WaitTimeout(f"{doing} in group {self.name} ({self.size} members)", self.timeout_s)
+            return WaitTimeout(
+                f"{doing} in group {self.name} ({self.size} members)", self.timeout_s
+            )
         return PeerLost(self.name, doing, first)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from nereus_adapters.torch.engine.stage_model import StageModel
 from nereus_adapters.torch.engine.tensor_parallel import vocab_logprobs
 from nereus_adapters.torch.engine.types import Batch, LossSpec

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from nereus_adapters.torch.engine.losses import METRICS, loss_of
 from nereus_adapters.torch.engine.stage_model import StageModel
 from nereus_adapters.torch.engine.types import Batch, LossSpec

@@ -8,6 +8,7 @@ for its own vocabulary rows, and ranks exchange only their winners.
 from __future__ import annotations
 
 import torch
+
 from nereus_adapters.torch.engine.groups import Group
 
 

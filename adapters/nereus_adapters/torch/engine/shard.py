@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from nereus_adapters.torch.engine.checkpoint import DEFAULT_STD, Folder
 from nereus_adapters.torch.engine.digest import digest_box
 from nereus_adapters.torch.engine.families import norm_start
@@ -25,7 +26,6 @@ from nereus_adapters.torch.engine.types import (
     OptimizerSpec,
     TrainMetrics,
 )
-
 from nereus_core.errors import NereusError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+
 from nereus_adapters.torch.engine.families import (
     attention_windows,
     family,
@@ -19,9 +22,6 @@ from nereus_adapters.torch.engine.tensor_parallel import (
     copy_to_region,
     reduce_from_region,
 )
-from torch import nn
-from torch.nn import functional as F
-
 from nereus_core.errors import ModelConfigError
 from nereus_core.layout import Layout, layer_ranges
 from nereus_core.model import ModelSpec

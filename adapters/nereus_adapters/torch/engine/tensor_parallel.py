@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nereus_adapters.torch.engine.groups import Group
 from torch import nn
 from torch.nn import functional as F
+
+from nereus_adapters.torch.engine.groups import Group
 
 
 class _Copy(torch.autograd.Function):

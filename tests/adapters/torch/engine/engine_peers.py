@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+
 from nereus_adapters.torch.engine import (
     Batch,
     LossSpec,
@@ -16,7 +17,6 @@ from nereus_adapters.torch.engine import (
     UnitShard,
     make_unit_groups,
 )
-
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.state import Slot

@@ -7,9 +7,9 @@ from pathlib import Path
 import engine_peers as ep
 import pytest
 import torch
-from nereus_adapters.torch.engine import UnitShard, combine, export_model
 from transformers import AutoModelForCausalLM
 
+from nereus_adapters.torch.engine import UnitShard, combine, export_model
 from nereus_core.errors import ModelConfigError, NereusError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereus_adapters.torch.engine.digest import combine, digest_box
 
+from nereus_adapters.torch.engine.digest import combine, digest_box
 from nereus_core.errors import Diverged
 from nereus_core.state import Box
 

@@ -3,11 +3,11 @@
 import engine_peers as ep
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from nereus_adapters.torch.engine.families import family, full_config, widen_norms
 from nereus_adapters.torch.engine.groups import Group
 from nereus_adapters.torch.engine.sampling import gumbel, sample
-from transformers import AutoModelForCausalLM
-
 from nereus_core.errors import NereusError
 from nereus_core.layout import Layout
 from nereus_core.state import Slot

@@ -5,8 +5,8 @@ import time
 import engine_peers as ep
 import pytest
 import torch
-from nereus_adapters.torch.engine import PeerLost, make_group, members
 
+from nereus_adapters.torch.engine import PeerLost, make_group, members
 from nereus_core.errors import NereusError, WaitTimeout
 from nereus_core.layout import Layout
 

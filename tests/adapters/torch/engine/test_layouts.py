@@ -4,8 +4,8 @@ import engine_peers as ep
 import numpy as np
 import pytest
 import torch
-from nereus_adapters.torch.engine import combine
 
+from nereus_adapters.torch.engine import combine
 from nereus_core.layout import Layout
 from nereus_core.state import Slot
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import engine_peers as ep
 import pytest
 import torch
+
 from nereus_adapters.torch.engine.optimizer import adamw_step, clip_factor, learning_rate
 
 pytestmark = pytest.mark.real

@@ -6,9 +6,9 @@ import engine_peers as ep
 import pytest
 import torch
 import transformers
+
 from nereus_adapters.torch.engine import UnitShard
 from nereus_adapters.torch.engine.families import family, full_config, widen_norms
-
 from nereus_core.errors import ModelConfigError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
