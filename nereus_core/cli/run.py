@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from nereus_core.attach import attached
 from nereus_core.config import NereusConfig
-from nereus_core.controller import Controller
 from nereus_core.errors import ConfigError
 from nereus_core.events import EventLog
 from nereus_core.launched import Timed
@@ -91,8 +91,6 @@ def _settings(
     for text in assignments:
         values = _merged(values, _assignment(text))
     given = {"adapter": adapter, "mode": mode, "run_dir": run_dir}
-    if not values["enabled"]:
-        given["mode"] = "observe"
     return NereusConfig.of(values | {key: v for key, v in given.items() if v is not None})
 
 
@@ -124,31 +122,12 @@ def _drive(
     registry = Registry.load()
     with ExitStack() as opened:
         launched = opened.enter_context(closing(registry.launch(settings.adapter, settings)))
-        attached = registry.create(settings.adapter, launched.handle, settings)
-        opened.enter_context(closing(attached))
         clock = launched.clock_s if isinstance(launched, Timed) else time.monotonic
         log = opened.enter_context(EventLog(events, clock))
         if not quiet:
             log.subscribe(opened.enter_context(view_on(console)))
-        found = registry.installed(settings.adapter)
-        controller = Controller(
-            attached,
-            settings,
-            log,
-            registry.notify,
-            clock,
-            veto=registry.veto,
-            capabilities=found.declaration.capabilities,
-            backend_version=found.status.installed,
-        )
-        try:
-            ran = drive(launched, controller.at_boundary, max_steps=steps)
-        except KeyboardInterrupt:
-            controller.finished("interrupted")
-            raise
-        except Exception as error:
-            controller.finished(f"failed: {type(error).__name__}: {error}")
-            raise
+        controller = opened.enter_context(attached(registry, launched.handle, settings, log, clock))
+        ran = drive(launched, controller.at_boundary, max_steps=steps)
         controller.finished("done" if launched.finished else f"stopped after {ran.steps} steps")
 
 

@@ -1,4 +1,4 @@
-"""attach: the one routine behind every plugin: configuration -> adapter -> controller."""
+"""attach: a job under Nereus in two lines, from a configuration or its path."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nereus_core.attach import attached
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
 from nereus_core.events import EventLog
@@ -29,12 +30,9 @@ def attach(handle: object, config: NereusConfig | Path | str) -> Iterator[Contro
         AdapterError: the adapter is absent, broken, or the handle is not its own.
     """
     settings = config if isinstance(config, NereusConfig) else NereusConfig.load(Path(config))
-    if not settings.enabled:
-        settings = settings.model_copy(update={"mode": "observe"})
-    registry = Registry.load()
-    adapter = registry.create(settings.adapter, handle, settings)
-    try:
-        with EventLog(settings.run_dir / "events.jsonl", time.monotonic) as log:
-            yield Controller(adapter, settings, log, registry.notify, time.monotonic)
-    finally:
-        adapter.close()
+    with (
+        EventLog(settings.run_dir / "events.jsonl", time.monotonic) as log,
+        attached(Registry.load(), handle, settings, log, time.monotonic) as controller,
+    ):
+        yield controller
+        controller.finished("done")
