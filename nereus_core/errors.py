@@ -94,6 +94,14 @@ class BackendMissing(AdapterError):
         super().__init__(f"adapter {name!r} needs {requirement}, which is not installed: {install}")
 
 
+class DevicesMissing(AdapterError):
+    """The machine lacks the devices that were asked for."""
+
+    def __init__(self, kind: str, need: int, found: int) -> None:
+        self.kind, self.need, self.found = kind, need, found
+        super().__init__(f"needs {need} {kind} devices, this machine has {found}.")
+
+
 class BackendVersion(AdapterError):
     """The framework is installed in a version outside the adapter's requirement."""
 

@@ -23,7 +23,7 @@ from nereus_conformance.report import Report
 from nereus_core.backend_status import BackendStatus
 from nereus_core.capabilities import Capabilities, Feature, Level, Support
 from nereus_core.declaration import AdapterDeclaration
-from nereus_core.errors import NereusError
+from nereus_core.errors import DevicesMissing, NereusError
 from nereus_core.harness import Harness, Tier
 from nereus_core.primitives import Kind
 from nereus_core.registry import Plugin, Registry
@@ -108,9 +108,12 @@ class Suite:
         name = self.declaration.name
         if not self.declaration.tiers:
             pytest.skip(f"adapter {name!r} declares no tier: nothing can be launched")
-        harness: Harness | None = self.registry.ask(
-            name, "nereus_conformance_harness", tier=self.tier
-        )
+        try:
+            harness: Harness | None = self.registry.ask(
+                name, "nereus_conformance_harness", tier=self.tier
+            )
+        except DevicesMissing as missing:
+            pytest.skip(f"tier {self.tier} of {name} {missing}")
         if harness is None:
             pytest.fail(
                 f"adapter {name!r} declares tier {self.tier}, but its "

@@ -65,10 +65,11 @@ class TorchHarness:
     ) -> None:
         self.tier = Tier.REAL if device == "cpu" else Tier.GPU
         self._device, self._hf_config = device, hf_config
-        self._folder = tempfile.TemporaryDirectory(prefix="nereus-harness-")
-        self._model = export_model(hf_config, Path(self._folder.name) / "tiny", seed=_SEED)
         self._owns_pool = pool is None
         self.pool = pool or LocalPool(device)
+        self.pool.require(4)
+        self._folder = tempfile.TemporaryDirectory(prefix="nereus-harness-")
+        self._model = export_model(hf_config, Path(self._folder.name) / "tiny", seed=_SEED)
         self._running: TorchJob | None = None
 
     def job(self, algorithm: Algorithm = "grpo") -> Job:

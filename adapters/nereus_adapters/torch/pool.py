@@ -13,13 +13,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from nereus_adapters.torch.channel import Channel, Pending
 from nereus_adapters.torch.values import SeatSettings
 from nereus_adapters.torch.wire import send_value
 from nereus_core.cluster import Device
-from nereus_core.errors import ConfigError, SeatDead
+from nereus_core.errors import ConfigError, DevicesMissing, SeatDead
 
 _LOOPBACK = "127.0.0.1"
 _CLOSE_S = 5.0
@@ -55,14 +56,21 @@ class LocalPool:
         """Devices whose seat answers."""
         return frozenset(d for d, c in self._channels.items() if c.alive)
 
+    def require(self, need: int) -> None:
+        """Raise DevicesMissing unless this machine has as many devices of the pool's kind."""
+        if self._kind == "cuda" and (found := torch.cuda.device_count()) < need:
+            raise DevicesMissing("CUDA", need, found)
+
     def start(self, devices: Iterable[Device]) -> None:
         """Start seats, all at once, and wait until they are up; a live seat is left alone.
 
         Raises:
             SeatDead: a seat ended while it started.
             WaitTimeout: a seat did not come up in time.
+            DevicesMissing: there are more seats than devices; none was started.
         """
         wanted = [d for d in devices if d not in self.alive]
+        self.require(1 + max((d.index for d in wanted), default=-1))
         for device in wanted:
             old = self._channels.pop(device, None)
             if old is not None:
