@@ -1,10 +1,14 @@
 """Peer processes on loopback, and what they run: one job per call, on the first N peers."""
 
+import importlib.util
+import inspect
 import itertools
 import multiprocessing
 import os
 import traceback
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -85,7 +89,7 @@ class Peers:
         """Call ``job(rank, store, prefix, *args)`` on the first peers; return their results."""
         prefix = f"g{next(self._generation)}"
         for _, end in self._ends[:size]:
-            end.send((job, prefix, args))
+            end.send((inspect.getfile(job), job.__name__, prefix, args))
         results = []
         for rank, (_, end) in enumerate(self._ends[:size]):
             assert end.poll(2 * TIMEOUT_S), f"peer {rank} did not answer {job.__name__}"
@@ -95,17 +99,26 @@ class Peers:
         return [result for _, result in results]
 
 
+@cache
+def _module(path):
+    """Import a test file by its path: its name depends on where pytest was called from."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _serve(end, rank, port):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
-            job, prefix, args = end.recv()
+            path, name, prefix, args = end.recv()
         except EOFError:
             return
         try:
-            end.send((False, job(rank, store, prefix, *args)))
+            end.send((False, getattr(_module(path), name)(rank, store, prefix, *args)))
         except Exception:
             end.send((True, traceback.format_exc()))
 
