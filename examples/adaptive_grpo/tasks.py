@@ -1,7 +1,7 @@
-"""Arithmetic from reasoning-gym: prompts for a chat model, answers scored by its own verifier.
+"""Arithmetic from reasoning-gym: prompts, and answers scored by its own verifier.
 
-The response budget grows during the run, as length curricula do in practice: early steps ask for
-the number alone, later ones leave room to reason.
+The response budget grows during the run, as length curricula do in practice: early steps leave room
+for the number alone, later ones for more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import reasoning_gym
 from transformers import PreTrainedTokenizerBase
 
-_LAST_NUMBER = re.compile(r"-?\d+")
-_SUFFIX = "Answer with the number only."
+_NUMBER = re.compile(r"-?\d+")
 
 
 class ReasoningGymTask:
@@ -47,23 +46,19 @@ class ReasoningGymTask:
         return [tokens for begin, tokens in self._budget if begin <= step][-1]
 
     def score(self, prompt_id: int, tokens: Sequence[int]) -> float:
-        """Reward 1 for the right number, 0.2 for any number, 0 for none."""
+        """Reward 1 when the first number is right, 0.2 for any other, 0 for none."""
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        numbers = _LAST_NUMBER.findall(text)
+        numbers = _NUMBER.findall(text)
         if not numbers:
             return 0.0
         problem = self._problems[prompt_id]
-        return max(0.2, float(self._problems.score_answer(numbers[-1], problem)))
+        return max(0.2, float(self._problems.score_answer(numbers[0], problem)))
 
     def _encode(self, prompt_id: int) -> list[int]:
-        question = f"{self._problems[prompt_id]['question']} {_SUFFIX}"
-        return list(
-            self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-        )
+        # The question ends in "=": without a chat template around it, a small model goes on with
+        # the number, and a sequence is a third as long.
+        tokens: list[int] = self._tokenizer.encode(self._problems[prompt_id]["question"])
+        return tokens
 
 
 def make(tokenizer: PreTrainedTokenizerBase, **options: object) -> ReasoningGymTask:
