@@ -209,8 +209,7 @@ def placed(
 
 def shard_bytes(shard: Shard, precision: Precision, stage: Stage) -> int:
     """Bytes a device keeps for a shard between steps (gradients not counted)."""
-    each = precision.train_bytes if stage is Stage.TRAIN else precision.param_bytes
-    return each * sum(box.num_elements for box in shard.values())
+    return precision.kept_bytes(stage) * sum(box.num_elements for box in shard.values())
 
 
 @dataclass(frozen=True, slots=True)

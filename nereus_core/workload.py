@@ -143,6 +143,10 @@ class Precision:
         """Bytes per parameter that a train stage keeps between steps, gradients not counted."""
         return self.param_bytes + 2 * self.moment_bytes + self.master_bytes
 
+    def kept_bytes(self, stage: Stage) -> int:
+        """Bytes per parameter that a stage keeps between steps."""
+        return self.train_bytes if stage is Stage.TRAIN else self.param_bytes
+
 
 FLOAT64 = Precision("float64", 8, 8, 8)
 FLOAT32 = Precision("float32", 4, 4, 4)

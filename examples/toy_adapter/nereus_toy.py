@@ -7,7 +7,6 @@ Read it from the bottom: the hooks say what there is, the class translates four 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -16,37 +15,22 @@ from toy_framework import Replica, ToyTrainer
 from nereus_core.adapter import Boundary, Fingerprint, Receipt
 from nereus_core.capabilities import Capabilities, Feature, full, unsupported
 from nereus_core.declaration import AdapterDeclaration
-from nereus_core.errors import (
-    BoundaryTimeout,
-    Diverged,
-    Infeasible,
-    LayoutError,
-    NotAtBoundary,
-    OutOfDeviceMemory,
-    Unsupported,
-    WrongHandle,
-)
+from nereus_core.errors import OutOfDeviceMemory, Unsupported, WrongHandle
 from nereus_core.hookspecs import hookimpl
-from nereus_core.layout import check_layout
+from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation, TokenStats
 from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
     Extend,
     Merge,
-    OpId,
     Primitive,
     Split,
-    acquired,
-    check,
     created,
     ended,
-    kind_of,
-    model_stage_of,
-    released,
     sources,
 )
-from nereus_core.state import needed_elements, placed
+from nereus_core.traffic import primitive_bytes
 from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
@@ -80,8 +64,7 @@ class ToyAdapter:
     def __init__(self, trainer: ToyTrainer) -> None:
         if trainer.job.workload.asynchronous:
             raise Unsupported("an asynchronous job", NOTHING.reason)
-        self._trainer, self._held = trainer, frozenset[ModelStage]()
-        self._receipts: dict[OpId, Receipt] = {}
+        self._trainer, self._ledger = trainer, Ledger(CAPABILITIES)
         self._parked: dict[UnitId, Replica] = {}
 
     def job(self) -> Job:
@@ -106,16 +89,11 @@ class ToyAdapter:
 
     @contextmanager
     def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
-        if self._held:
-            raise NotAtBoundary("a second boundary")
-        if not self._trainer.idle.acquire(timeout=timeout_s):
-            raise BoundaryTimeout(self._trainer.stage, timeout_s)
-        self._held = frozenset(stages)
+        held = self._trainer.gate.close_on(stages, timeout_s)
         try:
-            yield Boundary(self._held, self._trainer.steps)
+            yield Boundary(held, self._trainer.steps)
         finally:
-            self._held = frozenset()
-            self._trainer.idle.release()
+            self._trainer.gate.open()
 
     def split(self, op: Split) -> Receipt:
         return self._perform(op)
@@ -141,67 +119,33 @@ class ToyAdapter:
         pass
 
     def _perform(self, op: Primitive) -> Receipt:
-        start_s = time.perf_counter()
-        if op.op_id in self._receipts:
-            return self._receipts[op.op_id]
-        stage, replicas = model_stage_of(op), self._trainer.replicas
-        support = CAPABILITIES.of(kind_of(op), stage.stage)
-        if support is None or not support.at(None):
-            raise Unsupported(str(op), support.reason if support else "undeclared", op)
-        if stage not in self._held:
-            raise NotAtBoundary(str(op), op)
-        units = self.units()
-        check(op, units, self._parked)
+        return self._ledger.perform(op, self._standing, self._do)
+
+    def _standing(self) -> Standing:
+        gate, parked = self._trainer.gate, UnitMap(r.unit for r in self._parked.values())
+        return Standing(self.job(), self.units(), gate.held, gate.inside, parked)
+
+    def _do(self, op: Primitive, units: UnitMap) -> Done:
+        replicas = self._trainer.replicas
         self._check_room(op)
-        origin = [replicas.get(u) or self._parked[u] for u in sources(op)]
         if isinstance(op, Merge):
-            self._check_identical(op)
-        moved, kept = self._price(op, origin)
+            require_identical(op, self.fingerprint)
+        origin = [replicas.get(u) or self._parked[u] for u in sources(op)]
         new = [origin[0].copy(unit) for unit in created(op)]
         for unit in ended(op):
             replica = replicas.pop(unit)
             if isinstance(op, Destroy) and op.park:
                 self._parked[unit] = replica
         replicas.update({replica.unit.id: replica for replica in new})
-        receipt = Receipt(
-            *(op.op_id, created(op), ended(op), acquired(op, units), released(op, units)),
-            *(moved, kept, time.perf_counter() - start_s, {}),
-        )
-        self._receipts[op.op_id] = receipt
-        return receipt
+        return Done(*primitive_bytes(op, units, self.job()))
 
     def _check_room(self, op: Primitive) -> None:
         toy, capacity = self._trainer, self.job().cluster.device_spec.memory_bytes
         for unit in created(op):
-            try:
-                check_layout(self.job().model(unit.model_stage), unit.layout)
-            except LayoutError as error:
-                raise Infeasible(f"{op}: {error}", op) from error
             for device, need in toy.shard_bytes(unit).items():
-                if need > capacity - toy.memory_bytes(device):
-                    raise OutOfDeviceMemory(
-                        str(op), device, need, capacity - toy.memory_bytes(device)
-                    )
-
-    def _check_identical(self, op: Merge) -> None:
-        first, *others = (self.fingerprint(unit) for unit in op.parents)
-        for other in others:
-            for tensor, digest in first.tensors.items():
-                if other.tensors[tensor] != digest:
-                    raise Diverged(op.parents, tensor, op)
-
-    def _price(self, op: Primitive, origin: list[Replica]) -> tuple[int, int]:
-        """Return the bytes that cross between devices, and those that stay."""
-        job, stage = self.job(), model_stage_of(op)
-        precision = job.precision
-        train = stage.stage is Stage.TRAIN
-        each = precision.train_bytes if train else precision.param_bytes
-        model = job.model(stage)
-        before = [p for r in origin for p in placed(model, r.unit.layout, r.unit.devices)]
-        after = [p for u in created(op) for p in placed(model, u.layout, u.devices)]
-        total = sum(box.num_elements for _, shard in after for box in shard.values())
-        needed = needed_elements(before, after)
-        return each * needed, each * (total - needed)
+                left = capacity - toy.memory_bytes(device)
+                if need > left:
+                    raise OutOfDeviceMemory(str(op), device, need, left)
 
 
 @hookimpl

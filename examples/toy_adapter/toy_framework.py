@@ -6,12 +6,12 @@ a tensor a device holds is said by the layout; here that only decides what count
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 
 from nereus_core.cluster import Device
+from nereus_core.gate import Gate
 from nereus_core.harness import Array, StepResult
 from nereus_core.plan import Plan
 from nereus_core.state import shard_bytes, slots_of, tensor_rules, unit_shards
@@ -42,11 +42,8 @@ class ToyTrainer:
 
     def __init__(self, job: Job, plan: Plan) -> None:
         self.job, self.steps, self.cursor, self.fresh = job, 0, 0, False
-        self.idle = threading.Lock()
-        """Held while a step runs, and by whoever wants none to run."""
-        self.stage: ModelStage | None = None
-        self.pause_at: ModelStage | None = None
-        self.paused, self.go_on = threading.Event(), threading.Event()
+        self.gate = Gate(WAIT_S)
+        """Where a step, stage by stage, and whoever wants a stage not to run, meet."""
         self.replicas: dict[UnitId, Replica] = {}
         for stage, placement in plan.items():
             rng = np.random.default_rng(0)
@@ -76,37 +73,31 @@ class ToyTrainer:
 
     def step(self) -> StepResult:
         """Generate, score, train, synchronise weights."""
-        if not self.idle.acquire(timeout=WAIT_S):
-            raise TimeoutError("the trainer was held for too long")
-        try:
+        with self.gate.step():
             return self._step()
-        finally:
-            self.stage = None
-            self.idle.release()
 
     def _step(self) -> StepResult:
         batch = range(self.cursor, self.cursor + self.job.global_batch)
         losses, norms, versions = {}, {}, {}
         consumed: list[int] = []
         for node in self.job.workload.nodes:
-            self.stage = stage = node.model_stage
-            if self.pause_at == stage:
-                self.paused.set()
-                self.go_on.wait(WAIT_S)
-            replicas = self.of(stage)
-            if stage.stage is Stage.GENERATE:
-                versions = {r.unit.id: r.counters["weight_version"] for r in replicas}
-            if stage.stage is Stage.TRAIN:
-                cuts = np.array_split(np.asarray(batch), len(replicas))
-                consumed = [int(sample) for part in cuts for sample in part]
-                data = sum(consumed) % 97
-                results = [_update(r, data / 97) for r in replicas]
-                losses[stage.model], norms[stage.model] = results[0]
+            stage = node.model_stage
+            with self.gate.stages(stage):
+                replicas = self.of(stage)
+                if stage.stage is Stage.GENERATE:
+                    versions = {r.unit.id: r.counters["weight_version"] for r in replicas}
+                if stage.stage is Stage.TRAIN:
+                    cuts = np.array_split(np.asarray(batch), len(replicas))
+                    consumed = [int(sample) for part in cuts for sample in part]
+                    data = sum(consumed) % 97
+                    results = [_update(r, data / 97) for r in replicas]
+                    losses[stage.model], norms[stage.model] = results[0]
         for node in self.job.workload.nodes:
             if node.weights_from is not None:
-                source = self.of(node.weights_from)[0]
-                for replica in self.of(node.model_stage):
-                    self.replicas[replica.unit.id] = source.copy(replica.unit)
+                with self.gate.stages(node.weights_from, node.model_stage, receiving=True):
+                    source = self.of(node.weights_from)[0]
+                    for replica in self.of(node.model_stage):
+                        self.replicas[replica.unit.id] = source.copy(replica.unit)
         self.cursor += self.job.global_batch
         self.steps, self.fresh = self.steps + 1, True
         return StepResult(self.steps - 1, losses, tuple(consumed), versions, norms)

@@ -41,17 +41,15 @@ class ToyHarness:
 
     @contextmanager
     def running(self, stage: ModelStage) -> Iterator[None]:
-        toy = self.trainer
-        toy.pause_at = stage
-        thread = threading.Thread(target=toy.step)
+        gate = self.trainer.gate
+        gate.stop_at(stage)
+        thread = threading.Thread(target=self.trainer.step)
         thread.start()
         try:
-            if not toy.paused.wait(WAIT_S):
-                raise TimeoutError(f"no step reached {stage} in {WAIT_S:g} s")
+            gate.wait_stopped()
             yield
         finally:
-            toy.pause_at = None
-            toy.go_on.set()
+            gate.go_on()
             thread.join(WAIT_S)
 
     def disturb(self, unit: UnitId, tensor: str) -> None:

@@ -19,9 +19,7 @@ _LOGITS_BYTES = 4
 
 def persistent_bytes(job: Job, stage: ModelStage, shapes: RankShapes) -> FloatArray:
     """Bytes kept between steps: parameters, and moments and master copies where it trains."""
-    precision = job.precision
-    each = precision.train_bytes if stage.stage is Stage.TRAIN else precision.param_bytes
-    return shapes.params * each
+    return shapes.params * job.precision.kept_bytes(stage.stage)
 
 
 def transient_bytes(

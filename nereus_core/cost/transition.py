@@ -125,17 +125,12 @@ def bytes_to_move(job: Job, before: Placement, after: Placement, stage: ModelSta
     held = _held((before.layout, u) for u in before.units)
     alive = {d: shards for d, shards in held.items() if d in healthy}
     wanted = ((d, (after.layout, r)) for u in after.units for r, d in enumerate(u))
-    return movement(job.model(stage), alive, wanted).total * _bytes_per_element(job, stage)
+    return movement(job.model(stage), alive, wanted).total * job.precision.kept_bytes(stage.stage)
 
 
 def plan_bytes_to_move(job: Job, before: Plan, after: Plan) -> int:
     """Bytes that a whole change of plan sends between devices."""
     return sum(bytes_to_move(job, before[s], after[s], s) for s in after if s in before)
-
-
-def _bytes_per_element(job: Job, stage: ModelStage) -> int:
-    precision = job.precision
-    return precision.train_bytes if stage.stage is Stage.TRAIN else precision.param_bytes
 
 
 def primitive_work(job: Job, op: Primitive, units: UnitMap) -> FloatArray:
@@ -150,7 +145,7 @@ def primitive_work(job: Job, op: Primitive, units: UnitMap) -> FloatArray:
     if isinstance(op, Destroy) and not op.park:
         return np.asarray(work.table[0])
     stage = model_stage_of(op)
-    model, each = job.model(stage), _bytes_per_element(job, stage)
+    model, each = job.model(stage), job.precision.kept_bytes(stage.stage)
     read = [units[u] for u in sources(op) if u in units]
     made: tuple[Unit, ...] = created(op) or tuple(read)
     held = _held((u.layout, u.devices) for u in read)

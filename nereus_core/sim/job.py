@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from nereus_core.cluster import Device
 from nereus_core.errors import UnitLost
+from nereus_core.gate import Gate
 from nereus_core.harness import StepResult
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
@@ -21,7 +22,6 @@ from nereus_core.observation import Observation, TokenStats
 from nereus_core.plan import Plan, check_plan
 from nereus_core.sim import training
 from nereus_core.sim.clock import Clock, WallClock
-from nereus_core.sim.gate import Gate
 from nereus_core.sim.pace import Script
 from nereus_core.sim.step import Live, Run
 from nereus_core.sim.world import Carried, Store, World
@@ -65,7 +65,7 @@ class SimJob:
             raise ValueError("simulated state is float64 or float32; numpy has no bfloat16")
         self._job, self.script = job, script or Script()
         self.world = World(job.cluster, clock or WallClock())
-        self.gate = Gate(asynchronous=job.workload.asynchronous, wait_s=wait_s)
+        self.gate = Gate(wait_s, asynchronous=job.workload.asynchronous)
         self._lock = threading.RLock()
         self._live: dict[UnitId, Live] = {}
         self._serials: dict[ModelStage, int] = {}

@@ -70,7 +70,7 @@ class Run:
         """Draw a batch and give it to the generating units."""
         for node in self.static.workload.nodes:
             if node.model_stage.stage is Stage.GENERATE:
-                with self.job.gate.stage(node.model_stage):
+                with self.job.gate.stages(node.model_stage):
                     self.job.participants(node.model_stage)  # before a prompt is drawn
                     # A step that was cut short left its prompts: they are generated again.
                     drawn = self.job.pending() or self.job.draw()
@@ -91,7 +91,7 @@ class Run:
             stage = node.model_stage
             if stage.stage is Stage.GENERATE:
                 continue
-            with self.job.gate.stage(stage):
+            with self.job.gate.stages(stage):
                 slices = self._work(node, batch)
                 if stage.stage is Stage.TRAIN:
                     self._update(stage, slices)
@@ -124,7 +124,7 @@ class Run:
 
     def _follow(self, follower: ModelStage, train: ModelStage) -> None:
         sources = self.job.participants(train)
-        with self.job.gate.stage(follower, receiving=True):
+        with self.job.gate.stages(follower, receiving=True):
             for target in self.job.participants(follower):
                 self.job.carry(sources, target, (Slot.PARAM,))
                 target.counters["weight_version"] = sources[0].counters["weight_version"]

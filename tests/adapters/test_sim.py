@@ -209,7 +209,7 @@ def test_state_of_a_running_stage_is_not_read(harness):
         gate = harness.running_job.gate
 
         def work():
-            with gate.stage(ACTOR_TRAIN):
+            with gate.stages(ACTOR_TRAIN):
                 entered.set()
                 done.wait(10.0)
 

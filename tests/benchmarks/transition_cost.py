@@ -25,8 +25,8 @@ from nereus_core.adapter import Receipt
 from nereus_core.config import NereusConfig
 from nereus_core.events import EventLog
 from nereus_core.plan import Plan
-from nereus_core.primitives import Primitive, created, sources
-from nereus_core.state import needed_elements, placed, shard_bytes
+from nereus_core.state import placed, shard_bytes
+from nereus_core.traffic import primitive_bytes
 from nereus_core.transition import compile_transition, execute
 from nereus_core.units import UnitMap
 from nereus_core.workload import Stage
@@ -57,19 +57,6 @@ def config(run_dir: Path, hidden: int) -> NereusConfig:
         "task_args": {"response_tokens": 8},
     }
     return NereusConfig.of({"run_dir": run_dir, "job": job, "backend": {"seats": 4}})
-
-
-def bound_bytes(op: Primitive, units: UnitMap, running: TorchJob) -> int:
-    """Bytes that seats need for the new units and do not hold, counted without routes."""
-    made = created(op)
-    if not made:
-        return 0
-    model, stage = running.job.model(made[0].model_stage), made[0].model_stage.stage
-    before = [
-        pair for u in sources(op) for pair in placed(model, units[u].layout, units[u].devices)
-    ]
-    after = [pair for u in made for pair in placed(model, u.layout, u.devices)]
-    return needed_elements(before, after) * sum(running.item_bytes(stage).values())
 
 
 def peak_ratio(receipt: Receipt, units: UnitMap, running: TorchJob) -> float:
@@ -109,7 +96,7 @@ def change(
     units, bound, ratio = before, 0, 0.0
     for op in graph.topological():
         receipt = outcome.receipts[op.op_id]
-        bound += bound_bytes(op, units, running)
+        bound += primitive_bytes(op, units, running.job)[0]
         ratio = max(ratio, peak_ratio(receipt, units, running))
         units = units.replace(receipt.ended, receipt.created)
     return {

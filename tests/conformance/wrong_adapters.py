@@ -82,7 +82,7 @@ class ForgetsReceipts(SimAdapter):
 
     def _once(self, op: Primitive) -> Receipt:
         receipt = super()._once(op)
-        del self._receipts[op.op_id]
+        del self._ledger._receipts[op.op_id]
         return receipt
 
 

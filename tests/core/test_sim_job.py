@@ -1,14 +1,11 @@
-import threading
-
 import pytest
 
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
-from nereus_core.errors import BoundaryTimeout, NotAtBoundary, UnitLost, WaitTimeout
+from nereus_core.errors import UnitLost
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.sim.clock import VirtualClock
-from nereus_core.sim.gate import Gate
 from nereus_core.sim.job import SimJob
 from nereus_core.sim.models import TINY
 from nereus_core.sim.pace import Script
@@ -18,7 +15,6 @@ from nereus_core.workload import (
     ALGORITHMS,
     BFLOAT16_MIXED,
     FLOAT64,
-    REF_INFER,
     Job,
 )
 
@@ -129,50 +125,3 @@ def test_state_has_a_precision_that_numpy_has():
 
     with pytest.raises(ValueError, match="bfloat16"):
         SimJob(static, everywhere(static, Layout(1, 1)))
-
-
-def test_a_gate_that_stays_closed_names_what_was_awaited():
-    gate = Gate(asynchronous=False, wait_s=0.05)
-    gate.close_on([REF_INFER], 1.0)
-
-    with (
-        pytest.raises(WaitTimeout, match="the boundary that holds ref/infer to close"),
-        gate.stage(REF_INFER),
-    ):
-        pass
-
-    with pytest.raises(NotAtBoundary):
-        gate.close_on([REF_INFER], 1.0)
-
-
-def test_a_stage_that_is_not_held_runs_on_while_a_boundary_is_open():
-    gate = Gate(asynchronous=False, wait_s=5.0)
-    gate.close_on([ACTOR_TRAIN], 1.0)
-    passed = []
-
-    def step():
-        with gate.step():
-            for stage in (ACTOR_GENERATE, ACTOR_TRAIN):
-                with gate.stage(stage):
-                    passed.append((stage, gate.held))
-
-    thread = threading.Thread(target=step)
-    thread.start()
-    gate.open()
-    thread.join(5.0)
-
-    assert [stage for stage, _ in passed] == [ACTOR_GENERATE, ACTOR_TRAIN]
-    assert passed[1][1] is None
-
-
-def test_a_boundary_in_a_step_of_an_asynchronous_job_waits_for_weight_synchronisation():
-    gate = Gate(asynchronous=True, wait_s=5.0)
-    with gate.step():
-        with (
-            gate.critical(),
-            gate.stage(ACTOR_TRAIN),
-            pytest.raises(BoundaryTimeout, match="actor/train was still running"),
-        ):
-            gate.close_on([ACTOR_TRAIN], 0.05)
-        with gate.stage(ACTOR_GENERATE):
-            assert gate.close_on([ACTOR_TRAIN], 1.0) == {ACTOR_TRAIN}

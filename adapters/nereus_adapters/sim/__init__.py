@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from nereus_core.config import NereusConfig
 
 NAME = "sim"
+CAPABILITIES = Capabilities.everything()
 
 
 @hookimpl
 def nereus_declare_adapter() -> AdapterDeclaration:
     """Declare that everything works."""
     return AdapterDeclaration(
-        NAME, "a simulated cluster in memory: the reference for adapters", Capabilities.everything()
+        NAME, "a simulated cluster in memory: the reference for adapters", CAPABILITIES
     )
 
 

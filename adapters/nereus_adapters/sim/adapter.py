@@ -13,41 +13,28 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from nereus_adapters.sim import CAPABILITIES
 from nereus_core.adapter import Boundary, Fingerprint, Receipt
-from nereus_core.cluster import Device
-from nereus_core.errors import (
-    DevicesBusy,
-    Diverged,
-    Infeasible,
-    LayoutError,
-    NotAtBoundary,
-    PrimitiveError,
-    UnitLost,
-)
-from nereus_core.layout import check_layout
+from nereus_core.errors import PrimitiveError, UnitLost
+from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan, check_plan
 from nereus_core.primitives import (
     Destroy,
     Extend,
     Merge,
-    OpId,
     Primitive,
     Split,
-    acquired,
-    check,
     created,
     ended,
-    model_stage_of,
-    released,
     sources,
     touched,
 )
 from nereus_core.sim.job import SimJob
 from nereus_core.sim.step import Live
-from nereus_core.sim.world import Array
+from nereus_core.sim.world import Array, Carried
 from nereus_core.state import Slot, slots_of, tensor_rules
-from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
 
 
@@ -59,8 +46,7 @@ class SimAdapter:
     def __init__(self, running: SimJob) -> None:
         self._running = running
         self._lock = threading.RLock()
-        self._receipts: dict[OpId, tuple[Primitive, Receipt]] = {}
-        self._at_work: dict[OpId, frozenset[Device]] = {}
+        self._ledger = Ledger(CAPABILITIES, clock=running.world.clock.now_s)
         self._parked: dict[UnitId, Live] = {}
 
     # --- Reading --------------------------------------------------------------------------------
@@ -124,72 +110,37 @@ class SimAdapter:
         """Hold nothing: the job is not the adapter's."""
 
     def _once(self, op: Primitive) -> Receipt:
+        return self._ledger.perform(op, self._standing, self._do)
+
+    def _standing(self) -> Standing:
+        running = self._running
         with self._lock:
-            if op.op_id in self._receipts:
-                before, receipt = self._receipts[op.op_id]
-                if before != op:
-                    raise PrimitiveError(
-                        f"op id {op.op_id!r} was used for {before}; {op} needs its own.", op
-                    )
-                return receipt
-            self._admit(op)
-            units = self._with_parked()
-            self._at_work[op.op_id] = touched(op, units)
-        try:
-            receipt = self._perform(op, units)
-            with self._lock:
-                self._receipts[op.op_id] = (op, receipt)
-            return receipt
-        finally:
-            with self._lock:
-                del self._at_work[op.op_id]
+            parked = UnitMap(live.unit for live in self._parked.values())
+        return Standing(
+            job=self.job(),
+            alive=self.units(),
+            held=running.gate.held,
+            inside=running.gate.inside,
+            parked=parked,
+            lost=running.lost,
+        )
 
-    def _admit(self, op: Primitive) -> None:
-        """Raise unless the primitive may run now; nothing has been touched."""
-        stage, gate = model_stage_of(op), self._running.gate
-        if gate.held is None or stage not in gate.held:
-            raise NotAtBoundary(str(op), op)
-        if gate.inside in {u.model_stage for u in sources(op)}:
-            raise NotAtBoundary(f"{op} reads {gate.inside}, which runs; it is", op)
-        known = self._with_parked().intact(self.job().cluster.failed)
-        gone = [u for u in (*ended(op), *sources(op)) if u not in known]
-        if lost := [u for u in gone if u in self._running.lost or u in self._parked]:
-            raise UnitLost(lost, tuple(self.units()), "a device failed")
-        check(op, self.units(), self._parked)
-        failed = self.job().cluster.failed
-        for unit in created(op):
-            if dead := sorted(set(unit.devices) & failed):
-                raise Infeasible(f"{op}: {dead[0]} has failed.", op)
-            try:
-                check_layout(self.job().model(stage), unit.layout)
-            except LayoutError as error:
-                raise Infeasible(f"{op}: {error}", op) from error
-        mine = touched(op, self._with_parked())
-        holders = [
-            (device, f"{other} (in progress)")
-            for other, devices in self._at_work.items()
-            for device in sorted(mine & devices)
-        ]
-        if holders:
-            raise DevicesBusy(str(op), holders, op)
-
-    def _perform(self, op: Primitive, units: UnitMap) -> Receipt:
-        job, clock = self._running, self._running.world.clock
-        start_s = clock.now_s()
+    def _do(self, op: Primitive, units: UnitMap) -> Done:
+        job = self._running
         job.world.moment(str(op))
         origin = [self._find(u) for u in sources(op)]
         if isinstance(op, Merge):
-            self._require_identical(op, origin)
+            require_identical(op, self.fingerprint)
         before = {d: job.world.used_bytes(d) for d in touched(op, units)}
         fresh: list[Live] = []
         moved = kept = 0
         try:
             for unit in created(op):
                 # one by one: what was prepared before a refusal is discarded below
-                fresh.append(self._prepare(unit, op))  # noqa: PERF401
+                fresh.append(job.prepare(unit))  # noqa: PERF401
             for live in fresh:
-                carried = self._carry(origin, live, op)
-                moved, kept = moved + carried[0], kept + carried[1]
+                carried = self._carry(origin, live)
+                moved, kept = moved + carried.moved_bytes, kept + carried.kept_bytes
                 self._verify(live, op)
             job.world.alive(
                 sorted({d for live in fresh for d in live.unit.devices}), f"the end of {op}"
@@ -203,32 +154,14 @@ class SimAdapter:
                 job.discard(live)
             self._raise_lost(op, units, error)
             raise
-        return Receipt(
-            op_id=op.op_id,
-            created=created(op),
-            ended=ended(op),
-            acquired=acquired(op, units),
-            released=released(op, units),
-            moved_bytes=moved,
-            kept_bytes=kept,
-            elapsed_s=clock.now_s() - start_s,
-            peak_bytes=peaks,
-        )
+        return Done(moved, kept, peaks)
 
-    def _prepare(self, unit: Unit, op: Primitive) -> Live:
-        try:
-            return self._running.prepare(unit)
-        except Infeasible as error:
-            error.op = op
-            raise
-
-    def _carry(self, origin: Sequence[Live], live: Live, op: Primitive) -> tuple[int, int]:
-        """Copy state; return bytes moved and kept."""
-        stage = live.unit.model_stage
-        carried = self._running.carry(origin, live, slots_of(stage.stage))
+    def _carry(self, origin: Sequence[Live], live: Live) -> Carried:
+        """Copy state and counters."""
+        carried = self._running.carry(origin, live, slots_of(live.unit.model_stage.stage))
         for name in live.counters:
             live.counters[name] = origin[0].counters[name]
-        return carried.moved_bytes, carried.kept_bytes
+        return carried
 
     def _verify(self, live: Live, op: Primitive) -> None:
         for store in live.stores:
@@ -252,18 +185,6 @@ class SimAdapter:
         if unit in requests and others:
             requests[others[0]] = requests.get(others[0], ()) + requests.pop(unit)
 
-    def _require_identical(self, op: Merge, parents: Sequence[Live]) -> None:
-        first, names = parents[0], [p.unit.id for p in parents]
-        wanted = digests(first, self.job())
-        for other in parents[1:]:
-            found = digests(other, self.job())
-            for tensor, digest in wanted.items():
-                if found[tensor] != digest:
-                    raise Diverged(names, tensor, op)
-            for counter, value in first.counters.items():
-                if other.counters[counter] != value:
-                    raise Diverged(names, counter, op)
-
     def _raise_lost(self, op: Primitive, units: UnitMap, error: BaseException) -> None:
         """Turn an error into UnitLost when a device that takes part failed meanwhile."""
         alive, part = self.units(), touched(op, units)
@@ -272,9 +193,6 @@ class SimAdapter:
             raise UnitLost(lost, tuple(alive), str(error)) from error
 
     # --- State ----------------------------------------------------------------------------------
-
-    def _with_parked(self) -> UnitMap:
-        return self.units().replace((), (live.unit for live in self._parked.values()))
 
     def _find(self, unit: UnitId) -> Live:
         with self._lock:

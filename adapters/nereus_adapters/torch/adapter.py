@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
+from nereus_adapters.torch import CAPABILITIES
 from nereus_adapters.torch.engine import combine
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.move import Move
@@ -14,35 +14,26 @@ from nereus_adapters.torch.sync import TORN
 from nereus_core.adapter import Boundary, Fingerprint, Receipt
 from nereus_core.cluster import Device
 from nereus_core.errors import (
-    DevicesBusy,
-    Diverged,
     Infeasible,
-    LayoutError,
     NereusError,
-    NotAtBoundary,
     OutOfDeviceMemory,
     PlanError,
     PrimitiveError,
     UnitLost,
 )
-from nereus_core.layout import check_layout
+from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation
 from nereus_core.plan import Placement, Plan, check_plan
 from nereus_core.primitives import (
     Destroy,
     Extend,
     Merge,
-    OpId,
     Primitive,
     Split,
-    acquired,
-    check,
     created,
     ended,
     model_stage_of,
-    released,
     sources,
-    touched,
 )
 from nereus_core.state import placed, shard_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -59,9 +50,8 @@ class TorchAdapter:
 
     def __init__(self, running: TorchJob) -> None:
         self._running = running
-        self._lock = threading.RLock()
-        self._receipts: dict[OpId, tuple[Primitive, Receipt]] = {}
-        self._at_work: dict[OpId, frozenset[Device]] = {}
+        self._lock = threading.Lock()
+        self._ledger = Ledger(CAPABILITIES)
         self._known: dict[UnitId, Unit] = dict(running.units)
 
     # --- Reading ------------------------------------------------------------------------------
@@ -135,103 +125,53 @@ class TorchAdapter:
         return self._once(op)
 
     def _once(self, op: Primitive) -> Receipt:
+        receipt = self._ledger.perform(op, self._standing, self._do)
         with self._lock:
-            if op.op_id in self._receipts:
-                before, receipt = self._receipts[op.op_id]
-                if before != op:
-                    raise PrimitiveError(
-                        f"op id {op.op_id!r} was used for {before}; {op} needs its own.", op
-                    )
-                return receipt
-            readable = self._readable()
-            self._admit(op, readable)
-            self._at_work[op.op_id] = touched(op, readable)
-        try:
-            start_s = time.perf_counter()
-            moved, kept, peaks = self._perform(op, readable)
-            receipt = Receipt(
-                op_id=op.op_id,
-                created=created(op),
-                ended=ended(op),
-                acquired=acquired(op, readable),
-                released=released(op, readable),
-                moved_bytes=moved,
-                kept_bytes=kept,
-                elapsed_s=time.perf_counter() - start_s,
-                peak_bytes=peaks,
-            )
-            with self._lock:
-                self._receipts[op.op_id] = (op, receipt)
-                self._known.update({u.id: u for u in created(op)})
-            return receipt
-        finally:
-            with self._lock:
-                del self._at_work[op.op_id]
+            self._known.update({u.id: u for u in created(op)})
+        return receipt
 
-    def _admit(self, op: Primitive, readable: UnitMap) -> None:
-        """Raise unless the primitive may run now; nothing has been touched."""
-        gate, units = self._running.gate, self.units()
-        stage = model_stage_of(op)
-        if gate.held is None or stage not in gate.held:
-            raise NotAtBoundary(str(op), op)
-        if set(gate.inside) & {u.model_stage for u in sources(op)}:
-            raise NotAtBoundary(f"{op} reads a stage that runs; it is", op)
-        lost = [
-            u for u in (*ended(op), *sources(op)) if u not in readable and u in self._known
-            and not self._running.job.cluster.failed.isdisjoint(self._known[u].devices)
-        ]  # fmt: skip
-        if lost:
-            raise UnitLost(lost, tuple(units), "a device failed")
-        check(op, units, self._running.fleet.parked)
-        poorer = [u for u in sources(op) if u.model_stage.stage is not Stage.TRAIN]
-        if stage.stage is Stage.TRAIN and poorer:
-            raise Infeasible(f"{op}: {poorer[0]} holds no optimizer state to copy.", op)
-        failed = self.job().cluster.failed
-        for unit in created(op):
-            if gone := sorted(set(unit.devices) & failed):
-                raise Infeasible(f"{op}: {gone[0]} has failed.", op)
-            try:
-                check_layout(self.job().model(stage), unit.layout)
-            except LayoutError as error:
-                raise Infeasible(f"{op}: {error}", op) from error
-        mine = touched(op, readable)
-        busy = [
-            (device, f"{other} (in progress)")
-            for other, devices in self._at_work.items()
-            for device in sorted(mine & devices)
-        ]
-        if busy:
-            raise DevicesBusy(str(op), busy, op)
+    def _standing(self) -> Standing:
+        gate, job = self._running.gate, self.job()
+        failed = job.cluster.failed
+        with self._lock:
+            lost = [i for i, u in self._known.items() if not failed.isdisjoint(u.devices)]
+        return Standing(
+            job=job,
+            alive=self.units(),
+            held=gate.held,
+            inside=gate.inside,
+            parked=UnitMap(self._running.fleet.parked.values()),
+            lost=lost,
+        )
 
-    def _perform(self, op: Primitive, readable: UnitMap) -> tuple[int, int, dict[Device, int]]:
-        """Do it; return bytes moved, bytes kept and peaks."""
+    def _do(self, op: Primitive, readable: UnitMap) -> Done:
         running = self._running
         if isinstance(op, Destroy):
             unit = readable[op.unit]
             running.fleet.drop(unit, park=op.park)
             running.fleet.replace([op.unit], (), [unit] if op.park else ())
-            return 0, 0, {}
+            return Done()
         origin = tuple(readable[u] for u in sources(op))
+        stage = model_stage_of(op).stage
+        poorer = [u for u in sources(op) if u.model_stage.stage is not Stage.TRAIN]
+        if stage is Stage.TRAIN and poorer:
+            raise Infeasible(f"{op}: {poorer[0]} holds no optimizer state to copy.", op)
         if isinstance(op, Merge) and len(origin) > 1:
-            self._require_identical(op)
+            require_identical(op, self.fingerprint)
         counters = self._counters(op, origin)
         move = Move.plan(
             str(op.op_id),
             origin,
             tuple(readable[u] for u in ended(op)),
             created(op),
-            running.item_bytes(model_stage_of(op).stage),
+            running.item_bytes(stage),
             running.fleet,
         )
         self._require_memory(op, move)
-        try:
-            peaks = move.run(
-                running.fleet, counters, running.settings.bucket_bytes, running.settings.transfer_s
-            )
-        except UnitLost as error:
-            error.op = op
-            raise
-        return move.moved_bytes, move.kept_bytes, peaks
+        peaks = move.run(
+            running.fleet, counters, running.settings.bucket_bytes, running.settings.transfer_s
+        )
+        return Done(move.moved_bytes, move.kept_bytes, peaks)
 
     def _counters(self, op: Primitive, origin: tuple[Unit, ...]) -> dict[str, int | float]:
         """Return the counters of the new units: those of their source."""
@@ -246,17 +186,6 @@ class TorchAdapter:
             return {**found, "step": 0}
         return found
 
-    def _require_identical(self, op: Merge) -> None:
-        first = self.fingerprint(op.parents[0])
-        for parent in op.parents[1:]:
-            other = self.fingerprint(parent)
-            for tensor, digest in first.tensors.items():
-                if other.tensors[tensor] != digest:
-                    raise Diverged(op.parents, tensor, op)
-            for counter, value in first.steps.items():
-                if other.steps[counter] != value:
-                    raise Diverged(op.parents, counter, op)
-
     def _require_memory(self, op: Primitive, move: Move) -> None:
         """Raise OutOfDeviceMemory unless new shards fit beside what the devices hold."""
         job = self.job()
@@ -264,9 +193,7 @@ class TorchAdapter:
         for device, staged in sorted(move.fetched_bytes().items()):
             need = staged + self._held_bytes(device, job)
             if need > have:
-                error = OutOfDeviceMemory(str(op), device, need, have)
-                error.op = op
-                raise error
+                raise OutOfDeviceMemory(str(op), device, need, have)
 
     def _held_bytes(self, device: Device, job: Job) -> int:
         return sum(
@@ -275,10 +202,6 @@ class TorchAdapter:
             for where, shard in placed(job.model(unit.model_stage), unit.layout, unit.devices)
             if where == device
         )
-
-    def _readable(self) -> UnitMap:
-        """Units that state can be read from: alive or parked."""
-        return self.units().replace((), self._running.fleet.parked.values())
 
     def _find(self, unit: UnitId) -> Unit:
         units = self.units()

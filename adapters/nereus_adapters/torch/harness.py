@@ -169,7 +169,7 @@ class TorchHarness:
             job.gate.wait_stopped()
             yield
         finally:
-            job.gate.stop_at(None)
+            job.gate.go_on()
             thread.join(_WAIT_S)
         if thread.is_alive():
             raise WaitTimeout(f"the step held inside {stage} to finish", _WAIT_S)

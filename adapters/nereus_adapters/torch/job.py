@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping
 
 from nereus_adapters.torch.fleet import Fleet, Pool
-from nereus_adapters.torch.gate import Gate
 from nereus_adapters.torch.rl.rollout import Rollout
 from nereus_adapters.torch.rl.tasks import Task
 from nereus_adapters.torch.settings import RlSettings
@@ -16,6 +15,7 @@ from nereus_adapters.torch.values import Memory, ModelSource
 from nereus_adapters.torch.weights import Weights
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, UnitLost, Unsupported
+from nereus_core.gate import Gate
 from nereus_core.observation import Observation, TokenStats
 from nereus_core.plan import Plan, check_plan
 from nereus_core.state import Slot, slots_of
@@ -170,7 +170,7 @@ class TorchJob:
 
     def _synchronize(self) -> None:
         pairs = self.weights.followers()
-        with self.gate.stages(sorted({stage for pair in pairs for stage in pair})):
+        with self.gate.stages(*sorted({stage for pair in pairs for stage in pair})):
             self.weights.synchronize()
 
     def _cut_short(self, error: Exception) -> None:

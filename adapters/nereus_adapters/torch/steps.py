@@ -11,7 +11,6 @@ import torch
 from nereus_adapters.torch.channel import Answer, Pending
 from nereus_adapters.torch.engine import Batch, LossSpec, TrainMetrics
 from nereus_adapters.torch.fleet import Fleet
-from nereus_adapters.torch.gate import Gate
 from nereus_adapters.torch.rl import advantages
 from nereus_adapters.torch.rl.rollout import (
     Prompt,
@@ -24,6 +23,7 @@ from nereus_adapters.torch.rl.rollout import (
 from nereus_adapters.torch.rl.tasks import Task
 from nereus_adapters.torch.settings import RlSettings
 from nereus_core.errors import ConfigError, UnitLost
+from nereus_core.gate import Gate
 from nereus_core.units import Unit, UnitId
 from nereus_core.workload import (
     ACTOR_GENERATE,
@@ -76,7 +76,7 @@ class Steps:
         """Sample a response per sequence, and a greedy one where the algorithm needs it."""
         if rollout.generated is not None:
             return
-        with self._gate.stages([ACTOR_GENERATE]):
+        with self._gate.stages(ACTOR_GENERATE):
             sampled = self._send_generate(rollout, _SAMPLED)
             passes = self._job.workload.node(ACTOR_GENERATE).passes
             greedy = self._send_generate(rollout, _GREEDY) if passes > 1 else []
@@ -111,7 +111,7 @@ class Steps:
         batch = rollout.sequences
         stages = [n.model_stage for n in self._job.workload.nodes]
         wanted = [s for s in stages if s.stage is Stage.INFER]
-        with self._gate.stages(wanted):
+        with self._gate.stages(*wanted):
             sent = {stage: self._send_infer(stage, batch) for stage in wanted}
             width = batch.tokens.shape[1]
             found = {
@@ -186,7 +186,7 @@ class Steps:
         ]
         if not stages:
             return
-        with self._gate.stages(stages):
+        with self._gate.stages(*stages):
             sent = {stage: self._send_train(stage, rollout) for stage in stages}
             errors: list[Exception] = []
             for stage, calls in sent.items():

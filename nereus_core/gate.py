@@ -1,4 +1,4 @@
-"""The gate between a running job and a boundary: who is inside which stage, and who must wait."""
+"""Gate: stages run while they are not held; a boundary holds them while none of them runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from nereus_core.workload import ModelStage
 
 
 class Gate:
-    """Lets stages run while they are not held, and holds them while they do not run.
+    """Between the threads that step a job and the one that changes its units.
 
     A synchronous job is at a safe boundary between steps. An asynchronous one is at a boundary
-    whenever it is not between the start of training and the weight synchronisation that ends it;
-    generation may go on meanwhile.
+    whenever it is not between the start of training and the weight synchronization that ends it,
+    and no stage to be held runs; other stages may go on meanwhile.
+
+    Args:
+        wait_s: most seconds that the job waits for a boundary to close.
+        asynchronous: whether stages of different steps overlap.
     """
 
-    def __init__(self, *, asynchronous: bool, wait_s: float) -> None:
-        self._asynchronous, self._wait_s = asynchronous, wait_s
+    def __init__(self, wait_s: float, *, asynchronous: bool = False) -> None:
+        self._wait_s, self._asynchronous = wait_s, asynchronous
         self._changed = threading.Condition()
         self._held: frozenset[ModelStage] | None = None
-        self._inside: ModelStage | None = None
+        self._inside: tuple[ModelStage, ...] = ()
         self._in_flight = False
         self._critical = False
         self._stop_at: ModelStage | None = None
@@ -34,15 +38,15 @@ class Gate:
         return self._held
 
     @property
-    def inside(self) -> ModelStage | None:
-        """The stage that runs now."""
+    def inside(self) -> tuple[ModelStage, ...]:
+        """Stages that run now, in the order in which they began."""
         return self._inside
 
     # --- The job's side -------------------------------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Be a step in flight; a second one waits for the first."""
+        """Be the step in flight; a second one waits for the first."""
         with self._changed:
             self._wait(lambda: not self._in_flight, "the step in flight")
             self._in_flight = True
@@ -55,7 +59,7 @@ class Gate:
 
     @contextmanager
     def critical(self) -> Iterator[None]:
-        """Be between the start of training and the weight synchronisation."""
+        """Be between the start of training and the weight synchronization that ends it."""
         with self._changed:
             self._wait(lambda: not self._held, "the boundary to close")
             self._critical = True
@@ -67,22 +71,24 @@ class Gate:
                 self._changed.notify_all()
 
     @contextmanager
-    def stage(self, stage: ModelStage, *, receiving: bool = False) -> Iterator[None]:
-        """Run one stage, or have it receive weights; waits while a boundary holds it."""
+    def stages(self, *stages: ModelStage, receiving: bool = False) -> Iterator[None]:
+        """Run stages, or have them receive weights; waits while a boundary holds one of them."""
         with self._changed:
             self._wait(
-                lambda: stage not in (self._held or ()), f"the boundary that holds {stage} to close"
+                lambda: not (self._held or frozenset()).intersection(stages),
+                f"the boundary that holds {', '.join(map(str, stages))} to close",
             )
-            self._inside = stage
-            if self._stop_at == stage and not receiving:
-                self._stopped = True
-                self._changed.notify_all()
-                self._wait(lambda: self._stop_at is None, f"leave to go on with {stage}")
+            self._inside += stages
         try:
+            if not receiving:
+                self._stop_in(stages)
             yield
         finally:
             with self._changed:
-                self._inside = None
+                left = list(self._inside)
+                for stage in stages:
+                    left.remove(stage)
+                self._inside = tuple(left)
                 self._changed.notify_all()
 
     # --- The boundary's side --------------------------------------------------------------------
@@ -96,12 +102,11 @@ class Gate:
         """
         wanted = frozenset(stages)
         with self._changed:
-            if self._held is not None:
-                raise NotAtBoundary("a second boundary (they do not nest) cannot open")
+            self._refuse_second()
             if not self._changed.wait_for(lambda: not self._busy(wanted), timeout_s):
-                raise BoundaryTimeout(self._inside or "the step", timeout_s)
-            if self._held is not None:
-                raise NotAtBoundary("a second boundary (they do not nest) cannot open")
+                running = self._stop_at if self._stopped else next(iter(self._inside), "the step")
+                raise BoundaryTimeout(running, timeout_s)
+            self._refuse_second()
             self._held = wanted
         return wanted
 
@@ -113,10 +118,14 @@ class Gate:
 
     def _busy(self, wanted: frozenset[ModelStage]) -> bool:
         if self._asynchronous:
-            return self._critical or self._inside in wanted
+            return self._critical or not wanted.isdisjoint(self._inside)
         return self._in_flight
 
-    # --- The observer's side --------------------------------------------------------------------
+    def _refuse_second(self) -> None:
+        if self._held is not None:
+            raise NotAtBoundary("a second boundary (they do not nest) cannot open")
+
+    # --- A harness's side -----------------------------------------------------------------------
 
     def stop_at(self, stage: ModelStage) -> None:
         """Let the next step stop inside a stage, until `go_on`."""
@@ -131,8 +140,15 @@ class Gate:
     def go_on(self) -> None:
         """Let the stopped step finish."""
         with self._changed:
-            self._stop_at = None
+            self._stop_at, self._stopped = None, False
             self._changed.notify_all()
+
+    def _stop_in(self, stages: Collection[ModelStage]) -> None:
+        with self._changed:
+            if self._stop_at in stages:
+                self._stopped = True
+                self._changed.notify_all()
+                self._wait(lambda: self._stop_at is None, f"leave to go on with {self._stop_at}")
 
     def _wait(self, until: Callable[[], bool], awaited: str) -> None:
         if not self._changed.wait_for(until, self._wait_s):
