@@ -97,6 +97,7 @@ def admit(
     steps_since_transition: int | None,
     decision_s: float,
     saving: Interval | None = None,
+    why: str | None = None,
 ) -> Decision:
     """Decide.
 
@@ -114,6 +115,7 @@ def admit(
         decision_s: seconds spent on thinking so far.
         saving: `CostModel.saving` of the two plans, in which shared uncertainty cancels; without
             it, the bounds of both steps are taken as independent.
+        why: what is wrong with the current plan, where ``current`` is None.
     """
     chosen = candidate.best
     if current is not None and saving is None:
@@ -121,8 +123,9 @@ def admit(
     if current is None:
         saving = None
     path, admitted, rule = _judge(
-        current, current_plan, chosen, transition, crossing, policy, steps_since_transition, saving
-    )
+        current, current_plan, chosen, transition, crossing, policy, steps_since_transition,
+        saving, why,
+    )  # fmt: skip
     rule = "; ".join([rule, *candidate.relaxed])
     return Decision(
         step=step,
@@ -158,13 +161,10 @@ def _judge(
     policy: PolicyConfig,
     steps_since_transition: int | None,
     saving: Interval | None,
+    why: str | None,
 ) -> tuple[Path, bool, str]:
     if current is None or saving is None:
-        return (
-            "urgent",
-            True,
-            "the current plan cannot go on, or has fewer units than demanded: profit is not asked",
-        )
+        return "urgent", True, f"{why or 'the current plan cannot go on'}: profit is not asked"
     if chosen.plan == current_plan:
         return "opportunistic", False, "the current plan is the best one"
     relative = saving.mean_s / current.step.step.mean_s

@@ -69,8 +69,11 @@ def decide(
             raise
         return stay(str(error))
     target = planned.best.plan
-    if not constraints.enough_units(now.plan) and constraints.enough_units(target):
-        current = None  # what the configuration demands is not weighed against seconds
+    why = now.problem or now.memory_problem
+    missing = constraints.missing_units(now.plan)
+    if current and constraints.missing_units(target) < missing:
+        # What the configuration demands is not weighed against seconds.
+        current, why = None, f"{missing} units that constraints.min_dp asks for are missing"
     graph = compiled(target)
     decision = admit(
         step=known.step,
@@ -84,6 +87,7 @@ def decide(
         policy=policy,
         steps_since_transition=known.steps_since_transition,
         decision_s=time.perf_counter() - begin_s,
+        why=why,
     )
     return Decided(decision, graph, cost)
 

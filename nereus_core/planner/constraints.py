@@ -106,9 +106,9 @@ class Constraints:
             return able(Kind.MERGE)
         return able(Kind.SPLIT) or able(Kind.MERGE)
 
-    def enough_units(self, plan: Plan) -> bool:
-        """Whether every stage has the units that ``min_dp`` asks for."""
-        return all(plan[s].dp >= least for s, least in self.min_dp.items() if s in plan)
+    def missing_units(self, plan: Plan) -> int:
+        """Count the units that ``min_dp`` asks for and a plan has not."""
+        return sum(max(0, n - plan[s].dp) for s, n in self.min_dp.items() if s in plan)
 
     def allows_moves(self, stage: ModelStage) -> bool:
         """Whether a stage may leave devices for others: that takes Extend and Destroy."""

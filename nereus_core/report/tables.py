@@ -43,7 +43,6 @@ def _decision_table(found: list[Decided]) -> str:
     for d in found:
         change = changes(d.current_plan, d.candidate_plan) if d.candidate_plan else ()
         horizon = "–" if d.horizon_steps is None else f"{d.horizon_steps:,.0f} steps"
-        infeasible = d.current_s is None and d.admitted
         rows.append(
             [
                 str(d.step),
@@ -51,7 +50,7 @@ def _decision_table(found: list[Decided]) -> str:
                 escape(d.path),
                 badge("admitted", "yes") if d.admitted else badge("refused", "no"),
                 lines(change) if change else "same plan" if d.candidate_plan else "–",
-                "infeasible now" if infeasible else seconds(d.saving_s),
+                "not asked" if d.path == "urgent" else seconds(d.saving_s),
                 seconds(d.transition_s),
                 horizon,
                 escape(d.rule),

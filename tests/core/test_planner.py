@@ -318,4 +318,4 @@ def test_a_least_number_of_units_is_kept_as_far_as_devices_allow(num_devices, le
     constraints = Constraints(min_dp={ACTOR_TRAIN: 2})
     plan = best(CostModel(job), Lengths.of_job(job), constraints).best.plan
     assert plan[ACTOR_TRAIN].dp >= least
-    assert constraints.enough_units(plan) is (least == 2)
+    assert constraints.missing_units(plan) == 2 - least
