@@ -73,7 +73,7 @@ def decide(
     missing = constraints.missing_units(now.plan)
     if current and constraints.missing_units(target) < missing:
         # What the configuration demands is not weighed against seconds.
-        current, why = None, f"{missing} units that constraints.min_dp asks for are missing"
+        current, why = None, f"{missing} of the units that constraints.min_dp asks for are missing"
     graph = compiled(target)
     decision = admit(
         step=known.step,

@@ -399,3 +399,13 @@ def test_an_urgent_transition_without_a_boundary_is_an_error():
     watched.job.drain(job.cluster.devices[0])
     with pytest.raises(BoundaryTimeout):
         watched.run(1500)
+
+
+def test_units_that_the_configuration_demands_are_not_weighed_against_seconds():
+    job = big_job()
+    plan = packed(job, generate=(8, 1), train=(8, 1), ref=(8, 1))
+    watched = Watched(job, plan, config={"constraints": {"min_dp": {"actor/train": 2}}})
+    (decision,) = [d for d in watched.run(256) if d]
+    assert (decision.path, decision.admitted) == ("urgent", True)
+    assert decision.rule.startswith("1 of the units that constraints.min_dp asks for are missing")
+    assert watched.controller.plan[ACTOR_TRAIN].dp >= 2
