@@ -113,7 +113,8 @@ class Move:
 
     def _lost(self, fleet: Fleet, parts: Mapping[Device, SeatPart]) -> list[Unit]:
         """Return units that are gone with a seat that took part; others are not its matter."""
-        return [u for u in fleet.reap() if not parts.keys().isdisjoint(u.devices)]
+        lost, alive = fleet.reap(), fleet.pool.alive
+        return [u for u in lost if any(d in parts and d not in alive for d in u.devices)]
 
     def _phase(
         self, fleet: Fleet, parts: Mapping[Device, SeatPart], phase: str, op: str, timeout_s: float

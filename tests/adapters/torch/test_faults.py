@@ -184,3 +184,15 @@ def test_a_loss_elsewhere_does_not_fail_a_primitive(harness, tools, adapter):
             harness.step()
     harness.running_job.give([hand.devices[3]])
     harness.step()
+
+
+def test_a_wide_unit_that_loses_another_seat_does_not_fail_a_primitive(harness, tools):
+    job = harness.job()
+    placements = {ACTOR_TRAIN: (Layout(1, 1), 2), ACTOR_GENERATE: (Layout(4, 1), 1)}
+    adapter = harness.launch(job, tools.packed(job, placements))
+    hand = tools.Hand(adapter)
+    with tools.at_boundary(adapter):
+        harness.fail(hand.devices[3])  # actor/generate was on seats 0 and 1 too
+        hand.merge(Layout(2, 1), [0, 1], parents=hand.ids(ACTOR_TRAIN))
+        assert [u.layout for u in adapter.units().of(ACTOR_TRAIN)] == [Layout(2, 1)]
+        assert not adapter.units().of(ACTOR_GENERATE)
