@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from nereus_core.config import NereusConfig
 from nereus_core.events import (
     Decided,
     Event,
@@ -71,15 +72,16 @@ def main() -> int:
     """Run both, print the comparison, write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny random model instead")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/adaptive_grpo"))
+    parser.add_argument("--run-dir", type=Path, help="default: the one of the configuration")
     chosen = parser.parse_args()
     config = HERE / ("quick.toml" if chosen.quick else "nereus.toml")
+    run_dir = chosen.run_dir or NereusConfig.load(config).run_dir
     console = Console()
 
     console.rule("adaptive run")
-    adaptive = run(config, chosen.run_dir)
+    adaptive = run(config, run_dir)
     console.rule("the same job under its fixed start-up plan, no device lost")
-    fixed_dir = chosen.run_dir / "fixed"
+    fixed_dir = run_dir / "fixed"
     fixed = run(config, fixed_dir, "--mode", "observe", "--set", "backend.events=[]")
 
     console.print(comparison(adaptive, fixed))
@@ -90,9 +92,9 @@ def main() -> int:
         f"{len(decided)} decisions, {len(done)} transitions done "
         f"({', '.join(kinds)}), {sum(e.elapsed_s for e in done):.2f} s in transitions"
     )
-    report = chosen.run_dir / "report.html"
-    write_report(chosen.run_dir / "events.jsonl", report, baseline=fixed_dir / "events.jsonl")
-    console.print(f"report: {report}   traces: {chosen.run_dir / 'traces'} (open in Perfetto)")
+    report = run_dir / "report.html"
+    write_report(run_dir / "events.jsonl", report, baseline=fixed_dir / "events.jsonl")
+    console.print(f"report: {report}   traces: {run_dir / 'traces'} (open in Perfetto)")
     return 0 if done else 1
 
 
