@@ -143,6 +143,38 @@ class Gate:
             self._stop_at, self._stopped = None, False
             self._changed.notify_all()
 
+    @contextmanager
+    def stepping(
+        self, step: Callable[[], object], stage: ModelStage, timeout_s: float
+    ) -> Iterator[None]:
+        """Run one step on a thread of its own and hold it inside a stage; on leaving, it ends.
+
+        Raises:
+            WaitTimeout: the step did not reach the stage, or did not end in ``timeout_s``.
+            BaseException: what the step raised.
+        """
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                step()
+            except BaseException as error:
+                raised.append(error)
+
+        self.stop_at(stage)
+        thread = threading.Thread(target=run, name="step in flight")
+        thread.start()
+        try:
+            self.wait_stopped()
+            yield
+        finally:
+            self.go_on()
+            thread.join(timeout_s)
+        if thread.is_alive():
+            raise WaitTimeout(f"the step held inside {stage} to finish", timeout_s)
+        if raised:
+            raise raised[0]
+
     def _stop_in(self, stages: Collection[ModelStage]) -> None:
         with self._changed:
             if self._stop_at in stages:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from nereus_adapters.sim.adapter import SimAdapter, logical
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
-from nereus_core.errors import WaitTimeout
 from nereus_core.harness import StepResult, Tier
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Plan
@@ -66,30 +64,10 @@ class SimHarness:
         """Run one RL step."""
         return self.running_job.step()
 
-    @contextmanager
-    def running(self, stage: ModelStage) -> Iterator[None]:
+    def running(self, stage: ModelStage) -> AbstractContextManager[None]:
         """Hold a step in flight inside a stage."""
-        job, raised = self.running_job, list[BaseException]()
-
-        def run() -> None:
-            try:
-                job.step()
-            except BaseException as error:
-                raised.append(error)
-
-        job.gate.stop_at(stage)
-        thread = threading.Thread(target=run, name="step in flight")
-        thread.start()
-        try:
-            job.gate.wait_stopped()
-            yield
-        finally:
-            job.gate.go_on()
-            thread.join(_WAIT_S)
-        if thread.is_alive():
-            raise WaitTimeout(f"the step held inside {stage} to finish", _WAIT_S)
-        if raised:
-            raise raised[0]
+        job = self.running_job
+        return job.gate.stepping(job.step, stage, _WAIT_S)
 
     def disturb(self, unit: UnitId, tensor: str) -> None:
         """Add one to a tensor of one unit."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.values import ModelSource
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, H200_SXM, LOOPBACK, NVLINK4
-from nereus_core.errors import WaitTimeout
 from nereus_core.harness import Array, StepResult, Tier
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Plan
@@ -151,30 +149,10 @@ class TorchHarness:
             grad_norms={model: m.grad_norm for model, m in rollout.metrics.items()},
         )
 
-    @contextmanager
-    def running(self, stage: ModelStage) -> Iterator[None]:
+    def running(self, stage: ModelStage) -> AbstractContextManager[None]:
         """Hold a step in flight inside a stage."""
-        job, raised = self.running_job, list[BaseException]()
-
-        def run() -> None:
-            try:
-                job.step()
-            except BaseException as error:
-                raised.append(error)
-
-        job.gate.stop_at(stage)
-        thread = threading.Thread(target=run, name="step in flight")
-        thread.start()
-        try:
-            job.gate.wait_stopped()
-            yield
-        finally:
-            job.gate.go_on()
-            thread.join(_WAIT_S)
-        if thread.is_alive():
-            raise WaitTimeout(f"the step held inside {stage} to finish", _WAIT_S)
-        if raised:
-            raise raised[0]
+        job = self.running_job
+        return job.gate.stepping(job.step, stage, _WAIT_S)
 
     def disturb(self, unit: UnitId, tensor: str) -> None:
         """Add one to a tensor of one unit, on all its ranks."""
