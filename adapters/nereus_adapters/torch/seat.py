@@ -7,13 +7,13 @@ pipe ends, and so does the seat, whatever it was doing.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import queue
 import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.answering import answer
 from nereus_adapters.torch.engine import (
     Batch,
     Generated,
@@ -44,8 +45,7 @@ from nereus_adapters.torch.values import (
     ShardSpec,
     SyncPart,
 )
-from nereus_adapters.torch.wire import Call, Failure, Reply, receive, send_value
-from nereus_core.errors import NereusError
+from nereus_adapters.torch.wire import Call, receive, send_value
 from nereus_core.state import Slot
 from nereus_core.units import UnitId
 
@@ -331,26 +331,26 @@ class Seat:
             torch.cuda.empty_cache()
 
 
+def once(settings: SeatSettings) -> Callable[[], Seat]:
+    """Return a function that makes the seat when first called, and returns it."""
+
+    @functools.cache
+    def made() -> Seat:
+        seat = Seat(settings)
+        gc.freeze()  # what the imports made stays; collections need not look at it
+        return seat
+
+    return made
+
+
 def serve(connection: Connection) -> None:
     """Run calls until the driver says goodbye or is gone. The first message is the settings."""
     settings: SeatSettings = receive(connection)
     calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-    seat: Seat | None = None
+    seat = once(settings)
     threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
     while (call := calls.get()) is not None:
-        start = time.perf_counter()
-        value, failure = None, None
-        try:
-            if seat is None:
-                seat = Seat(settings)
-                gc.freeze()  # what the imports made stays; collections need not look at it
-            method = getattr(seat, call.method, None)
-            if method is None or call.method.startswith("_"):
-                raise NereusError(f"a seat has no method {call.method!r}.")
-            value = method(**call.kwargs)
-        except Exception as error:
-            failure = Failure.of(error)
-        send_value(connection, Reply(call.id, value, failure, time.perf_counter() - start))
+        send_value(connection, answer(seat, call))
 
 
 def _read(connection: Connection, calls: queue.SimpleQueue[Call | None]) -> None:
