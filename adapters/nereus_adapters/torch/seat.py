@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 
 from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.answering import answer
+from nereus_adapters.torch.boxes import read_boxes, write_boxes
 from nereus_adapters.torch.engine import (
     Batch,
     Generated,
@@ -35,11 +37,13 @@ from nereus_adapters.torch.engine import (
     make_unit_groups,
 )
 from nereus_adapters.torch.faults import FaultKind, Faults
+from nereus_adapters.torch.manifest import Piece
 from nereus_adapters.torch.sync import synchronize
 from nereus_adapters.torch.transfer import Transfer
 from nereus_adapters.torch.values import (
     Meeting,
     Memory,
+    Region,
     SeatPart,
     SeatSettings,
     ShardSpec,
@@ -81,6 +85,26 @@ class Seat:
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
+
+    def restore(
+        self,
+        unit: UnitId,
+        spec: ShardSpec,
+        folder: str,
+        pieces: tuple[Piece, ...],
+        counters: Mapping[str, int | float],
+    ) -> None:
+        """Build a shard with the state that a checkpoint has."""
+        shard = spec.build(self.device)
+        shard.replace(read_boxes(Path(folder), pieces, shard))
+        shard.counters.update(counters)
+        self.accountant.take(shard.resident_bytes())
+        self.units[unit] = shard
+
+    def save(self, unit: UnitId, path: str, regions: tuple[Region, ...]) -> list[Piece]:
+        """Write boxes of a shard to a file; returns what is in it once it is on disk."""
+        self.faults.at("save")
+        return write_boxes(Path(path), self.units[unit], regions)
 
     def drop(self, unit: UnitId, *, park: bool = False) -> None:
         """Let go of a shard and its memory; parked, its state moves to host memory."""
