@@ -89,10 +89,10 @@ class BackendSection(_Section):
     """Of one seat; the device specification's by default."""
     device_spec: str | None = None
     """Name of a device specification; cpu-seat or h200-sxm by default."""
-    port: int = Field(0, ge=0, le=65535)
-    """On which seats find one another, loopback only; 0 picks a free one."""
     start_s: float = Field(120.0, gt=0)
     """Longest wait for a seat to come up."""
+    grace_s: float = Field(60.0, gt=0)
+    """Seconds that seats wait for another driver when theirs has died."""
     bucket_bytes: int = Field(16 * 2**20, ge=8)
     """Largest message of a transfer."""
     events: tuple[DeviceEvent, ...] = ()

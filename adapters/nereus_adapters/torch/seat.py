@@ -1,8 +1,6 @@
 """Seat: one device's long-lived process, into which shards of units come and go.
 
-Started as ``python -m nereus_adapters.torch.seat FD``; FD is an inherited pipe to the driver.
-A thread reads calls, the main thread runs them one after another. When the driver is gone the
-pipe ends, and so does the seat, whatever it was doing.
+`serve` has the loop that runs it; its methods do not know how calls arrive.
 """
 
 from __future__ import annotations
@@ -10,12 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import queue
-import sys
-import threading
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +16,6 @@ import numpy as np
 import torch
 
 from nereus_adapters.torch.accountant import Accountant
-from nereus_adapters.torch.answering import answer
 from nereus_adapters.torch.boxes import read_boxes, write_boxes
 from nereus_adapters.torch.engine import (
     Batch,
@@ -38,6 +30,7 @@ from nereus_adapters.torch.engine import (
 )
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.manifest import Piece
+from nereus_adapters.torch.store import open_store
 from nereus_adapters.torch.sync import synchronize
 from nereus_adapters.torch.transfer import Transfer
 from nereus_adapters.torch.values import (
@@ -49,7 +42,6 @@ from nereus_adapters.torch.values import (
     ShardSpec,
     SyncPart,
 )
-from nereus_adapters.torch.wire import Call, receive, send_value
 from nereus_core.state import Slot
 from nereus_core.units import UnitId
 
@@ -63,12 +55,7 @@ class Seat:
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.store = torch.distributed.TCPStore(
-            settings.store_host,
-            settings.store_port,
-            is_master=False,
-            timeout=timedelta(seconds=settings.connect_s),
-        )
+        self.store = open_store(settings.store, settings.connect_s)
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
         self.accountant = Accountant()
@@ -365,30 +352,3 @@ def once(settings: SeatSettings) -> Callable[[], Seat]:
         return seat
 
     return made
-
-
-def serve(connection: Connection) -> None:
-    """Run calls until the driver says goodbye or is gone. The first message is the settings."""
-    settings: SeatSettings = receive(connection)
-    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-    seat = once(settings)
-    threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
-    while (call := calls.get()) is not None:
-        send_value(connection, answer(seat, call))
-
-
-def _read(connection: Connection, calls: queue.SimpleQueue[Call | None]) -> None:
-    try:
-        while True:
-            call = receive(connection)
-            calls.put(call)
-            if call is None:
-                return
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
-    # Threads of torch may still hold connections of peers that are gone: do not wait for them.
-    os._exit(0)

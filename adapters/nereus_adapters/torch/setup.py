@@ -61,7 +61,7 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     check_plan(plan, job)
     settings = _settings(job_section, backend, config, hf_config)
     pool = LocalPool(
-        backend.device, threads=backend.threads, port=backend.port, start_s=backend.start_s
+        backend.device, threads=backend.threads, start_s=backend.start_s, grace_s=backend.grace_s
     )
     sources = _sources(job, job_section, hf_config, folder)
     return TorchJob(job, plan, sources, task, settings, pool, resume=resume)

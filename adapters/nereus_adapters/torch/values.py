@@ -27,8 +27,8 @@ class SeatSettings:
     """Torch device: ``cpu`` or ``cuda:0`` ..."""
     threads: int
     """Of torch, inside the seat."""
-    store_host: str
-    store_port: int
+    store: str
+    """Address of the store on which seats find one another, see `store.open_store`."""
     connect_s: float
     """Longest wait for the store."""
 
