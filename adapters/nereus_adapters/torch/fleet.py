@@ -64,6 +64,8 @@ class Fleet:
         self._links: dict[UnitId, object] = {}
         self.unheard: tuple[UnitId, ...] = ()
         """Units lost since the last relink."""
+        self.may_read = True
+        """Whether seats of one host read each other's memory: until the kernel refuses once."""
         self._lock = threading.RLock()
 
     # --- Units --------------------------------------------------------------------------------

@@ -22,27 +22,27 @@ import numpy as np
 import torch
 
 from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.crossing import Digests
 from nereus_adapters.torch.engine import (
     Batch,
     Generated,
-    Group,
     LossSpec,
     TrainMetrics,
     UnitGroups,
     UnitShard,
-    make_group,
     make_unit_groups,
 )
 from nereus_adapters.torch.faults import FaultKind, Faults
-from nereus_adapters.torch.sync import synchronize
+from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
 from nereus_adapters.torch.values import (
-    Meeting,
     Memory,
+    Offer,
     SeatPart,
     SeatSettings,
     ShardSpec,
     SyncPart,
+    Ways,
 )
 from nereus_adapters.torch.wire import Call, Failure, Reply, receive, send_value
 from nereus_core.errors import NereusError
@@ -70,7 +70,7 @@ class Seat:
         self.accountant = Accountant()
         self.faults = Faults()
         self._groups: dict[UnitId, UnitGroups] = {}
-        self._lanes: dict[str, Group] = {}
+        self._lanes: dict[str, Lane] = {}
         self._transfers: dict[str, Transfer] = {}
 
     # --- Units --------------------------------------------------------------------------------
@@ -190,44 +190,47 @@ class Seat:
         if unit in self._groups:
             self._groups.pop(unit).close()
 
-    def open_lane(self, name: str, meeting: Meeting) -> None:
-        """Join a group that weight synchronisation uses again and again."""
+    def open_lane(self, name: str, part: SyncPart) -> Offer:
+        """Begin a lane, which weight synchronization uses again and again."""
         self.close_lane(name)
-        self._lanes[name] = make_group(
-            self.store, meeting.name, meeting.rank, meeting.size, self.device, meeting.timeout_s
-        )
+        self._lanes[name] = Lane(part, self.units, self.device, self.accountant)
+        return self._lanes[name].offer()
+
+    def join_lane(self, name: str, ways: Ways) -> None:
+        """Learn how weights cross on a lane."""
+        self._lanes[name].join(ways, self.store)
 
     def close_lane(self, name: str) -> None:
-        """Leave such a group."""
+        """End a lane."""
         if name in self._lanes:
             self._lanes.pop(name).close()
 
     # --- Transfers ----------------------------------------------------------------------------
 
-    def prepare(self, part: SeatPart) -> None:
+    def prepare(self, part: SeatPart) -> Offer:
         """First phase of a primitive."""
         self.faults.at("prepare")
         held = {**self.parked, **self.units}
         transfer = Transfer(part, held, self.device, self.accountant)
         self._transfers[part.op] = transfer
         self.accountant.reset_peak()
-        transfer.prepare()
+        return transfer.prepare()
 
-    def transfer(self, op: str) -> None:
+    def transfer(self, op: str, ways: Ways) -> Digests:
         """Second phase: state crosses."""
         try:
-            self._transfers[op].meet(self.store)
+            self._transfers[op].meet(ways, self.store)
             # After the meeting: a seat that fails here breaks the group, so that no peer waits.
             self.faults.at("transfer")
-            self._transfers[op].transfer()
+            return self._transfers[op].transfer(ways)
         except BaseException:
             self._transfers[op].release()
             raise
 
-    def verify(self, op: str) -> None:
+    def verify(self, op: str, left: Digests) -> None:
         """Third phase: what arrived is what was sent."""
         self.faults.at("verify")
-        self._transfers[op].verify()
+        self._transfers[op].verify(left)
 
     def commit(self, op: str) -> Memory:
         """Fourth phase: the new shard stands, the old ones are gone; returns the peak."""
@@ -253,15 +256,18 @@ class Seat:
             self._transfers.pop(op).abandon()
             self._free()
 
-    def sync(self, lane: str, part: SyncPart, version: int) -> None:
+    def sync(self, lane: str) -> Digests:
         """Take weights from a training unit, in place."""
         try:
             self.faults.at("sync")
-            group = self._lanes[lane] if part.crosses else None
-            synchronize(part, version, self.units, group, self.device)
+            return self._lanes[lane].cross()
         except BaseException:
             self.close_lane(lane)
             raise
+
+    def synced(self, lane: str, left: Digests, version: int) -> None:
+        """Accept them: what arrived is what was sent."""
+        self._lanes[lane].accept(left, version)
 
     # --- Computation --------------------------------------------------------------------------
 
