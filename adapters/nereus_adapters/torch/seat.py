@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +32,7 @@ from nereus_adapters.torch.engine import (
     UnitShard,
     make_unit_groups,
 )
+from nereus_adapters.torch.exchange import digest
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
@@ -56,6 +57,8 @@ class Seat:
     def __init__(self, settings: SeatSettings) -> None:
         torch.set_num_threads(settings.threads)
         torch.use_deterministic_algorithms(True)
+        # Storage is written in full before it is read; to fill it first costs as much as a copy.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -74,6 +77,11 @@ class Seat:
         self._transfers: dict[str, Transfer] = {}
 
     # --- Units --------------------------------------------------------------------------------
+
+    def warm(self, specs: Sequence[ShardSpec]) -> None:
+        """Import and compile what the first shard of a model needs: once a job, not a move."""
+        for spec in specs:
+            spec.build(self.device)
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
@@ -113,6 +121,16 @@ class Seat:
     def digests(self, unit: UnitId) -> dict[str, str]:
         """Return a shard's partial digests."""
         return self.units[unit].digests()
+
+    def sums(self, unit: UnitId) -> dict[str, object]:
+        """Return digests of a shard's tensors, and its counters: equal on equal shards."""
+        shard = self.units[unit]
+        found: dict[str, object] = dict(shard.counters)
+        for name in shard.names:
+            for slot in shard.slots:
+                flat = shard.tensor(slot, name).contiguous().view(-1)
+                found[f"{slot}/{name}"] = digest(flat).tolist()
+        return found
 
     def peek(self, unit: UnitId) -> dict[str, tuple[tuple[int, ...], np.ndarray[Any, Any]]]:
         """Return a shard's tensors with their offsets, for tests; bf16 as its bit pattern."""
