@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from nereus_adapters.torch import CAPABILITIES
+from nereus_adapters.torch.alike import require_alike
 from nereus_adapters.torch.engine import combine
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.move import Move
@@ -166,7 +167,10 @@ class TorchAdapter:
         if stage is Stage.TRAIN and poorer:
             raise Infeasible(f"{op}: {poorer[0]} holds no optimizer state to copy.", op)
         if isinstance(op, Merge) and len(origin) > 1:
-            require_identical(op, self.fingerprint)
+            if len({unit.layout for unit in origin}) == 1:
+                require_alike(op, origin, running.fleet, running.settings.transfer_s)
+            else:
+                require_identical(op, self.fingerprint)
         counters = self._counters(op, origin)
         move = Move.plan(
             str(op.op_id),

@@ -13,6 +13,7 @@ from nereus_adapters.torch.engine import PeerLost
 from nereus_adapters.torch.values import ModelSource, ShardSpec
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, UnitLost, WaitTimeout
+from nereus_core.layout import Layout
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ModelStage, Stage
 
@@ -64,6 +65,8 @@ class Fleet:
         self._links: dict[UnitId, object] = {}
         self.unheard: tuple[UnitId, ...] = ()
         """Units lost since the last relink."""
+        self.may_read = True
+        """Whether seats of one host read each other's memory: until the kernel refuses once."""
         self._lock = threading.RLock()
 
     # --- Units --------------------------------------------------------------------------------
@@ -139,6 +142,16 @@ class Fleet:
         """Return how to build one rank of a unit."""
         stage = unit.model_stage
         return ShardSpec(self.sources[stage.model], unit.layout, local_rank, stage.stage)
+
+    def start(self, devices: Iterable[Device]) -> None:
+        """Start seats, and let each import what shards of the fleet's models need."""
+        devices = tuple(devices)
+        self.pool.start(devices)
+        specs = [ShardSpec(s, Layout(1, 1), 0, Stage.INFER) for s in self.sources.values()]
+        self.settle(
+            self.pool.send({device: ("warm", {"specs": specs}) for device in devices}),
+            self.timeout_s,
+        )
 
     def build(self, units: Iterable[Unit]) -> None:
         """Build units with their start-up weights."""

@@ -84,7 +84,7 @@ class TorchJob:
         self._seen: Observation | None = None
         self._lock = threading.RLock()
         try:
-            pool.start(job.cluster.healthy)
+            self.fleet.start(job.cluster.healthy)
             self._build(plan, manifest, resume)
             self.relink()
         except BaseException:
@@ -314,7 +314,7 @@ class TorchJob:
         """Devices are back: start their seats; returns when they are up."""
         back = self._known(devices)
         self.fleet.reap()  # a unit that was on the old seat is not on the new one
-        self.fleet.pool.start(sorted(back))
+        self.fleet.start(sorted(back))
         self._retired -= back
         self._draining -= back
 

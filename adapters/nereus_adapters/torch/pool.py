@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from nereus_adapters.torch.accountant import HUGE_PAGES
 from nereus_adapters.torch.channel import Channel, Pending
 from nereus_adapters.torch.folder import PoolFolder
 from nereus_adapters.torch.link import Link, Refused, log
@@ -208,4 +209,5 @@ def _environment() -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
         "TOKENIZERS_PARALLELISM": "false",
+        **HUGE_PAGES,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +17,31 @@ import torch
 
 from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.boxes import read_boxes, write_boxes
+from nereus_adapters.torch.crossing import Digests
 from nereus_adapters.torch.engine import (
     Batch,
     Generated,
-    Group,
     LossSpec,
     TrainMetrics,
     UnitGroups,
     UnitShard,
-    make_group,
     make_unit_groups,
 )
+from nereus_adapters.torch.exchange import digest
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.manifest import Piece
 from nereus_adapters.torch.store import open_store
-from nereus_adapters.torch.sync import synchronize
+from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
 from nereus_adapters.torch.values import (
-    Meeting,
     Memory,
+    Offer,
     Region,
     SeatPart,
     SeatSettings,
     ShardSpec,
     SyncPart,
+    Ways,
 )
 from nereus_core.state import Slot
 from nereus_core.units import UnitId
@@ -52,6 +53,8 @@ class Seat:
     def __init__(self, settings: SeatSettings) -> None:
         torch.set_num_threads(settings.threads)
         torch.use_deterministic_algorithms(True)
+        # Storage is written in full before it is read; to fill it first costs as much as a copy.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -61,10 +64,15 @@ class Seat:
         self.accountant = Accountant()
         self.faults = Faults()
         self._groups: dict[UnitId, UnitGroups] = {}
-        self._lanes: dict[str, Group] = {}
+        self._lanes: dict[str, Lane] = {}
         self._transfers: dict[str, Transfer] = {}
 
     # --- Units --------------------------------------------------------------------------------
+
+    def warm(self, specs: Sequence[ShardSpec]) -> None:
+        """Import and compile what the first shard of a model needs: once a job, not a move."""
+        for spec in specs:
+            spec.build(self.device)
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
@@ -124,6 +132,16 @@ class Seat:
     def digests(self, unit: UnitId) -> dict[str, str]:
         """Return a shard's partial digests."""
         return self.units[unit].digests()
+
+    def sums(self, unit: UnitId) -> dict[str, object]:
+        """Return digests of a shard's tensors, and its counters: equal on equal shards."""
+        shard = self.units[unit]
+        found: dict[str, object] = dict(shard.counters)
+        for name in shard.names:
+            for slot in shard.slots:
+                flat = shard.tensor(slot, name).contiguous().view(-1)
+                found[f"{slot}/{name}"] = digest(flat).tolist()
+        return found
 
     def peek(self, unit: UnitId) -> dict[str, tuple[tuple[int, ...], np.ndarray[Any, Any]]]:
         """Return a shard's tensors with their offsets, for tests; bf16 as its bit pattern."""
@@ -201,44 +219,47 @@ class Seat:
         if unit in self._groups:
             self._groups.pop(unit).close()
 
-    def open_lane(self, name: str, meeting: Meeting) -> None:
-        """Join a group that weight synchronisation uses again and again."""
+    def open_lane(self, name: str, part: SyncPart) -> Offer:
+        """Begin a lane, which weight synchronization uses again and again."""
         self.close_lane(name)
-        self._lanes[name] = make_group(
-            self.store, meeting.name, meeting.rank, meeting.size, self.device, meeting.timeout_s
-        )
+        self._lanes[name] = Lane(part, self.units, self.device, self.accountant)
+        return self._lanes[name].offer()
+
+    def join_lane(self, name: str, ways: Ways) -> None:
+        """Learn how weights cross on a lane."""
+        self._lanes[name].join(ways, self.store)
 
     def close_lane(self, name: str) -> None:
-        """Leave such a group."""
+        """End a lane."""
         if name in self._lanes:
             self._lanes.pop(name).close()
 
     # --- Transfers ----------------------------------------------------------------------------
 
-    def prepare(self, part: SeatPart) -> None:
+    def prepare(self, part: SeatPart) -> Offer:
         """First phase of a primitive."""
         self.faults.at("prepare")
         held = {**self.parked, **self.units}
         transfer = Transfer(part, held, self.device, self.accountant)
         self._transfers[part.op] = transfer
         self.accountant.reset_peak()
-        transfer.prepare()
+        return transfer.prepare()
 
-    def transfer(self, op: str) -> None:
+    def transfer(self, op: str, ways: Ways) -> Digests:
         """Second phase: state crosses."""
         try:
-            self._transfers[op].meet(self.store)
+            self._transfers[op].meet(ways, self.store)
             # After the meeting: a seat that fails here breaks the group, so that no peer waits.
             self.faults.at("transfer")
-            self._transfers[op].transfer()
+            return self._transfers[op].transfer(ways)
         except BaseException:
             self._transfers[op].release()
             raise
 
-    def verify(self, op: str) -> None:
+    def verify(self, op: str, left: Digests) -> None:
         """Third phase: what arrived is what was sent."""
         self.faults.at("verify")
-        self._transfers[op].verify()
+        self._transfers[op].verify(left)
 
     def commit(self, op: str) -> Memory:
         """Fourth phase: the new shard stands, the old ones are gone; returns the peak."""
@@ -264,15 +285,18 @@ class Seat:
             self._transfers.pop(op).abandon()
             self._free()
 
-    def sync(self, lane: str, part: SyncPart, version: int) -> None:
+    def sync(self, lane: str) -> Digests:
         """Take weights from a training unit, in place."""
         try:
             self.faults.at("sync")
-            group = self._lanes[lane] if part.crosses else None
-            synchronize(part, version, self.units, group, self.device)
+            return self._lanes[lane].cross()
         except BaseException:
             self.close_lane(lane)
             raise
+
+    def synced(self, lane: str, left: Digests, version: int) -> None:
+        """Accept them: what arrived is what was sent."""
+        self._lanes[lane].accept(left, version)
 
     # --- Computation --------------------------------------------------------------------------
 

@@ -46,8 +46,7 @@ class Strike:
             self._victim, self.struck = None, True
         device = self._device or min(devices)
         called = not isinstance(op, Destroy) and any(
-            device in unit.devices
-            for unit in (*created(op), *(units[u] for u in ended(op)))
+            device in unit.devices for unit in (*created(op), *(units[u] for u in ended(op)))
         )
         self._strike(op, phase, device, called=called)
 
