@@ -19,7 +19,7 @@ from nereus_core.workload import ModelStage, Stage
 
 GRACE_S = 5.0
 """The driver waits this much longer than seats wait for each other, so that only a seat that
-hangs itself is late. Chosen, not measured."""
+hangs itself is late; where they wait for less, by as much again. Chosen, not measured."""
 
 
 _generations = itertools.count()
@@ -197,7 +197,7 @@ class Fleet:
         Raises:
             Exception: of all that went wrong, what most likely caused the rest.
         """
-        deadline = time.monotonic() + timeout_s + GRACE_S
+        deadline = time.monotonic() + timeout_s + min(GRACE_S, timeout_s)
         answers: list[Answer] = []
         errors: list[Exception] = []
         for call in pending:

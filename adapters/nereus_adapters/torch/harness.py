@@ -17,6 +17,7 @@ from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.pool import LocalPool
 from nereus_adapters.torch.rl.tasks import CopyTask
 from nereus_adapters.torch.settings import RlSettings
+from nereus_adapters.torch.strikes import Strike
 from nereus_adapters.torch.values import ModelSource
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, H200_SXM, LOOPBACK, NVLINK4
@@ -54,6 +55,7 @@ class TorchHarness:
         device: ``cpu`` (tier real) or ``cuda`` (tier gpu, four devices).
         hf_config: of the model, as in a config.json.
         pool: seats of somebody else, who closes them.
+        wait_s: longest wait for a stage of a step or a phase of a transfer: what a hang costs.
     """
 
     def __init__(
@@ -61,15 +63,17 @@ class TorchHarness:
         device: Literal["cpu", "cuda"] = "cpu",
         hf_config: Mapping[str, Any] = TINY_CONFIG,
         pool: LocalPool | None = None,
+        wait_s: float = _WAIT_S,
     ) -> None:
         self.tier = Tier.REAL if device == "cpu" else Tier.GPU
-        self._device, self._hf_config = device, hf_config
+        self._device, self._hf_config, self._wait_s = device, hf_config, wait_s
         self._owns_pool = pool is None
         self.pool = pool or LocalPool(device)
         self.pool.require(4)
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-harness-")
         self._model = export_model(hf_config, Path(self._folder.name) / "tiny", seed=_SEED)
         self._running: TorchJob | None = None
+        self._adapter: TorchAdapter | None = None
 
     def job(self, algorithm: Algorithm = "grpo") -> Job:
         """One node of four devices, a model of fifty thousand parameters, a batch of eight."""
@@ -105,14 +109,15 @@ class TorchHarness:
             RlSettings(
                 seed=_SEED,
                 responses_per_prompt=copies,
-                step_s=_WAIT_S,
-                transfer_s=_WAIT_S,
+                step_s=self._wait_s,
+                transfer_s=self._wait_s,
                 boundary_s=_WAIT_S,
             ),
             self.pool,
             owns_pool=False,
         )
-        return TorchAdapter(self._running)
+        self._adapter = TorchAdapter(self._running)
+        return self._adapter
 
     def sources(self, job: Job) -> dict[str, ModelSource]:
         """Return the models of a job; learning rates large enough that a few steps show."""
@@ -188,7 +193,8 @@ class TorchHarness:
 
     def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
         """Arm a fault."""
-        raise NotImplementedError
+        assert self._adapter is not None
+        self._adapter.fault = Strike(self.pool, fault, op_index, phase, device).at
 
     def close(self) -> None:
         """End the job, and the seats where they are the harness's own."""

@@ -62,7 +62,7 @@ class Seat:
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
         self.accountant = Accountant()
-        self.faults = Faults()
+        self.faults = Faults(self.accountant)
         self._groups: dict[UnitId, UnitGroups] = {}
         self._lanes: dict[str, Lane] = {}
         self._transfers: dict[str, Transfer] = {}
@@ -251,7 +251,7 @@ class Seat:
             self._transfers[op].meet(ways, self.store)
             # After the meeting: a seat that fails here breaks the group, so that no peer waits.
             self.faults.at("transfer")
-            return self._transfers[op].transfer(ways)
+            return self._transfers[op].transfer(ways, self.faults.spoils)
         except BaseException:
             self._transfers[op].release()
             raise
@@ -276,6 +276,7 @@ class Seat:
 
     def release(self, op: str) -> None:
         """Last phase: nothing of the transfer is left."""
+        self.faults.at("release")
         self._transfers.pop(op).release()
         self._free()
 
@@ -354,7 +355,7 @@ class Seat:
             self.drop(unit)
         self.parked.clear()
         self.accountant = Accountant()
-        self.faults = Faults()
+        self.faults = Faults(self.accountant)
 
     def hello(self) -> int:
         """Answer with the process id: the seat is up."""

@@ -11,7 +11,7 @@ from nereus_core.cluster import Device
 from nereus_core.errors import OutOfDeviceMemory
 from nereus_core.harness import Fault
 from nereus_core.phases import Phase
-from nereus_core.primitives import Destroy, Primitive, created, ended
+from nereus_core.primitives import Destroy, Primitive, created, ended, touched
 from nereus_core.units import UnitMap
 
 _ARM_S = 60.0
@@ -32,10 +32,9 @@ class Strike:
         self._begun = 0
         self._victim: Primitive | None = None
         self._lock = threading.Lock()
-        self.struck = False
 
-    def at(self, op: Primitive, phase: Phase, devices: frozenset[Device], units: UnitMap) -> None:
-        """Pass the moment at which a phase of a primitive on some devices begins."""
+    def at(self, op: Primitive, phase: Phase, units: UnitMap) -> None:
+        """Pass the moment at which a phase of a primitive begins."""
         with self._lock:
             if phase is Phase.PREPARE:
                 if self._begun == self._op_index:
@@ -43,12 +42,13 @@ class Strike:
                 self._begun += 1
             if phase is not self._phase or op is not self._victim:
                 return
-            self._victim, self.struck = None, True
-        device = self._device or min(devices)
-        called = not isinstance(op, Destroy) and any(
-            device in unit.devices for unit in (*created(op), *(units[u] for u in ended(op)))
-        )
-        self._strike(op, phase, device, called=called)
+            self._victim = None
+        called = set[Device]()
+        if not isinstance(op, Destroy):
+            taking_part = (*created(op), *(units[u] for u in ended(op)))
+            called.update(d for unit in taking_part for d in unit.devices)
+        device = self._device or min(called or touched(op, units))
+        self._strike(op, phase, device, called=device in called)
 
     def _strike(self, op: Primitive, phase: Phase, device: Device, *, called: bool) -> None:
         match self._fault:
@@ -64,8 +64,7 @@ class Strike:
             case Fault.REFUSE_MEMORY if phase.may_abort:
                 raise OutOfDeviceMemory(f"{phase} of {op}", device, 1, 0)
             case Fault.CORRUPT:
-                for taking_part in self._pool.alive:
-                    self._arm(taking_part, Phase.TRANSFER, "corrupt")
+                self._arm(device, Phase.TRANSFER, "corrupt")
 
     def _arm(self, device: Device, phase: Phase, kind: str) -> None:
         self._pool.call(device, "fail_at", phase=str(phase), kind=kind).wait(_ARM_S)
