@@ -17,6 +17,7 @@ from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.pool import LocalPool
 from nereus_adapters.torch.rl.tasks import CopyTask
 from nereus_adapters.torch.settings import RlSettings
+from nereus_adapters.torch.setup import simplest
 from nereus_adapters.torch.strikes import Strike
 from nereus_adapters.torch.values import ModelSource
 from nereus_core.cluster import Cluster, Device
@@ -93,6 +94,19 @@ class TorchHarness:
 
     def launch(self, job: Job, plan: Plan) -> TorchAdapter:
         """Start a job with seed 0; seats are reused."""
+        return self._start(job, plan, None)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the job."""
+        self.running_job.save(folder)
+
+    def resume(self, folder: Path) -> TorchAdapter:
+        """Start the harness's job from a checkpoint, in the simplest plan on two devices."""
+        job = self.job()
+        few = job.on(job.cluster.without(job.cluster.devices[2:]))
+        return self._start(job, simplest(few), folder)
+
+    def _start(self, job: Job, plan: Plan, resume: Path | None) -> TorchAdapter:
         self._end()
         copies = 2 if job.workload.algorithm == "grpo" else 1
         self._running = TorchJob(
@@ -115,6 +129,7 @@ class TorchHarness:
             ),
             self.pool,
             owns_pool=False,
+            resume=resume,
         )
         self._adapter = TorchAdapter(self._running)
         return self._adapter
