@@ -41,7 +41,7 @@ class LocalPool:
         self, device_kind: str, *, threads: int = 1, port: int = 0, start_s: float = 120.0
     ) -> None:
         self._kind, self._threads, self._start_s = device_kind, threads, start_s
-        self._store = _listening_store(port)
+        self._store = listening_store(port, _LOOPBACK)
         self._channels: dict[Device, Channel] = {}
         self._order = threading.Lock()
         atexit.register(self.close)
@@ -55,6 +55,16 @@ class LocalPool:
     def alive(self) -> frozenset[Device]:
         """Devices whose seat answers."""
         return frozenset(d for d, c in self._channels.items() if c.alive)
+
+    @property
+    def draining(self) -> frozenset[Device]:
+        """Devices announced to leave: none, this machine gives no notice."""
+        return frozenset()
+
+    @property
+    def returned(self) -> frozenset[Device]:
+        """Lost devices with a new seat: none, nobody but the job starts one here."""
+        return frozenset()
 
     def require(self, need: int) -> None:
         """Raise DevicesMissing unless this machine has as many devices of the pool's kind."""
@@ -153,19 +163,19 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _listening_store(port: int) -> dist.TCPStore:
-    """Host a store on the loopback interface only (by itself it would listen on all)."""
+def listening_store(port: int, host: str) -> dist.TCPStore:
+    """Host a store on one interface only (by itself it would listen on all)."""
     listener = socket.socket()
     try:
-        listener.bind((_LOOPBACK, port))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
         raise ConfigError(
-            "backend.port", f"{port} on {_LOOPBACK} cannot be used: {error.strerror}"
+            "backend.port", f"{port} on {host} cannot be used: {error.strerror}"
         ) from error
     listener.listen()
     return dist.TCPStore(
-        _LOOPBACK,
+        host,
         listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
