@@ -12,9 +12,7 @@ from nereus_core.hookspecs import hookspec
 
 
 @hookspec(firstresult=True)
-def nereus_conformance_harness(
-    name: str, tier: str, options: Mapping[str, str]
-) -> Harness | None:
+def nereus_conformance_harness(name: str, tier: str, options: Mapping[str, str]) -> Harness | None:
     """Return a harness for adapter *name* in a tier, or None when there is none.
 
     *options* are the ``--harness KEY=VALUE`` of the run: what an adapter has more than one of (the

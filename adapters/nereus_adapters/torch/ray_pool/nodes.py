@@ -50,8 +50,7 @@ class SeatNodes:
         self._group: PlacementGroup = placement_group(bundles, strategy=strategy)
         if not self._group.wait(timeout_s):
             remove_placement_group(self._group)
-            text = ", ".join(f"{node} {bundle}" for node, bundle in zip(seats, bundles, strict=True))
-            raise WaitTimeout(f"Ray to place {text} on {len(bundles)} nodes", timeout_s)
+            raise WaitTimeout(f"Ray to place {bundles} on {len(bundles)} nodes", timeout_s)
 
     def options(self, node: str) -> dict[str, Any]:
         """Return the Ray options of a seat's actor on one of the job's nodes."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import wait
 from typing import Any
 
 import ray
@@ -65,9 +67,9 @@ class RayPool:
         SESSION.join(address, sum(seats.values()))
         try:
             one = {"GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
-            self._nodes = SeatNodes(seats, resources or one, start_s)
             self._host = ray.util.get_node_ip_address()
             self._store: dist.TCPStore = listening_store(port, self._host)
+            self._nodes = SeatNodes(seats, resources or one, start_s)
         except BaseException:
             SESSION.leave()
             raise
@@ -119,7 +121,7 @@ class RayPool:
                 usable = spare is not None and spare.alive
                 self._channels[device] = spare if spare and usable else self._spawn(device)
         for pending in self.send({device: ("hello", {}) for device in wanted}):
-            pending.wait(self._start_s)
+            self._await_start(pending)
 
     def send(self, calls: Mapping[Device, tuple[str, Mapping[str, Any]]]) -> list[Pending]:
         """Put one call per device in line, in one go, in device order."""
@@ -170,6 +172,16 @@ class RayPool:
         if device not in self._channels:
             raise SeatDead(device, None, doing)
         return self._channels[device]
+
+    def _await_start(self, pending: Pending) -> None:
+        """Wait for a seat to come up, as long as its node is there."""
+        device, deadline_s = pending.device, time.monotonic() + self._start_s
+        channel = self._channels[device]
+        while not wait([pending.future], LOOK_S).done and time.monotonic() < deadline_s:
+            if self._nodes.placed().get(device.node) != channel.node_id:
+                channel.kill()
+                raise SeatDead(device, None, f"start: Ray has lost the node of {device.node}")
+        pending.wait(0.0)
 
     def _spawn(self, device: Device) -> ActorChannel:
         node_id = self._nodes.placed().get(device.node)
@@ -224,5 +236,3 @@ def _environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-
-

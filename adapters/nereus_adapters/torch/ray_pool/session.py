@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 
 import ray
 
 from nereus_core.errors import ConfigError
+
+_ANSWER_S = 10.0
+"""Longest wait for the head node to take a connection. Chosen, not measured."""
 
 
 class Session:
@@ -38,8 +42,10 @@ class Session:
     def _connect(self, address: str | None, num_seats: int) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
+            if address is not None:
+                _require_answer(address)
             ray.init(address=address or "auto", **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             if address is not None:
                 first = str(error).splitlines()[0]
                 raise ConfigError("backend.address", f"{address!r}: {first}") from error
@@ -53,6 +59,13 @@ class Session:
             if self._users == 0 and self._ours:
                 ray.shutdown()
                 self._ours = False
+
+
+def _require_answer(address: str) -> None:
+    """Raise OSError unless something listens at ``host:port``: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
 
 
 SESSION = Session()
