@@ -187,8 +187,6 @@ def copy_bandwidth(spec: ModelSpec, targets: int) -> dict[str, float]:
     return {name: total / marks[name] for name in ("new", "warm")}
 
 
-
-
 def restart(model: dict[str, Any]) -> dict[str, Any]:
     """End the job and start it again with one more unit, through a checkpoint on disk.
 
@@ -208,9 +206,7 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
             running.close()
         grown = config(where, model, 2, "tp1pp1dp2")
         resumed = grown.model_copy(
-            update={
-                "checkpoint": grown.checkpoint.model_copy(update={"resume": where / "saved"})
-            }
+            update={"checkpoint": grown.checkpoint.model_copy(update={"resume": where / "saved"})}
         )
         running = start(resumed, planned(running.job, {"actor/train": "tp1pp1dp2"}))
         seconds = time.perf_counter() - begin_s

@@ -170,6 +170,7 @@ class TorchJob:
             except Exception as error:
                 self._cut_short(error)
                 raise
+            self._follow_pool()
             self._finish(rollout, time.perf_counter() - start_s)
             return self._seen.metrics if self._seen is not None else {}
 
@@ -300,6 +301,14 @@ class TorchJob:
         self.fleet.unpark()
         self.fleet.unheard = ()
         self._retire()
+
+    def _follow_pool(self) -> None:
+        """Take up what the pool has learned about its devices."""
+        pool = self.fleet.pool
+        if leaving := pool.draining - self._draining:
+            self.take(leaving)
+        if back := pool.returned:
+            self.give(back)
 
     def take(self, devices: Iterable[Device]) -> None:
         """Announce that devices will leave: once no unit is on them, their seats end."""

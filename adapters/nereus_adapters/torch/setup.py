@@ -16,7 +16,7 @@ from nereus_adapters.torch.config import BackendSection, JobSection, PlacementCo
 from nereus_adapters.torch.engine import OptimizerSpec, export_model
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.manifest import Manifest
-from nereus_adapters.torch.pool import LocalPool
+from nereus_adapters.torch.pools import open_pool
 from nereus_adapters.torch.rl.tasks import Task, load_task
 from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.values import ModelSource
@@ -60,9 +60,7 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
     check_plan(plan, job)
     settings = _settings(job_section, backend, config, hf_config)
-    pool = LocalPool(
-        backend.device, threads=backend.threads, start_s=backend.start_s, grace_s=backend.grace_s
-    )
+    pool = open_pool(backend, job.cluster)
     sources = _sources(job, job_section, hf_config, folder)
     return TorchJob(job, plan, sources, task, settings, pool, resume=resume)
 
