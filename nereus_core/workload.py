@@ -169,6 +169,8 @@ class Job:
     precision: Precision = FLOAT32
     micro_batch: int = 1
     """Sequences a unit holds in one forward/backward."""
+    num_steps: int | None = None
+    """RL steps that the job runs in all, where it has said so: no saving outlives it."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""

@@ -78,6 +78,7 @@ def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
         max_response_tokens=section.max_response_tokens,
         precision=PRECISIONS[section.precision],
         micro_batch=section.micro_batch,
+        num_steps=section.steps,
     )
 
 
