@@ -14,6 +14,7 @@ from nereus_core.cost.compute import stage_work, sync_work
 from nereus_core.cost.corrections import Between, Scale
 from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
+from nereus_core.cost.kernels import prior_fractions
 from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.op_classes import FloatArray
@@ -80,7 +81,8 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.efficiencies is _PRIOR:
-            object.__setattr__(self, "efficiencies", EfficiencyTable.prior(self.job.cluster))
+            prior = EfficiencyTable.prior(self.job.cluster, prior_fractions(self.job.cluster))
+            object.__setattr__(self, "efficiencies", prior)
 
     @property
     def capacity_bytes(self) -> int:
