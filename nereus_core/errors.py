@@ -81,6 +81,14 @@ class NoFeasiblePlan(NereusError):
         )
 
 
+class CostInputError(NereusError):
+    """A shape, rate or length that no cost can be predicted from."""
+
+    def __init__(self, what: str, value: object, expected: str) -> None:
+        self.what, self.value = what, value
+        super().__init__(f"{what} is {value}; expected {expected}.")
+
+
 # --- Adapters and plugins ---------------------------------------------------------------------
 
 
