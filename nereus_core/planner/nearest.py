@@ -36,7 +36,7 @@ def _smallest(space: Space, blocks: tuple[Block, ...]) -> Plan | None:
     """The plan of a partition that needs least memory, or None where something cannot be packed."""
     if len(blocks) > space.num_devices:
         return None
-    least = [_needs(space, i) * o.num_devices for i, o in enumerate(space.options)]
+    least = [_needs(space, i) * o.grid.num_devices for i, o in enumerate(space.options)]
     wants = np.array([sum(least[i].min() for i in block) for block in blocks])
     spare = space.num_devices - len(blocks)
     sizes = [1 + int(spare * want / wants.sum()) for want in wants]
@@ -62,7 +62,7 @@ def _needs(space: Space, index: int) -> np.ndarray[tuple[int], np.dtype[np.float
 
 def _smallest_row(space: Space, index: int, shape: Shape) -> int | None:
     o = space.options[index]
-    fits, _, _ = shape.fitted(o.tp, o.pp, o.dp)
+    fits, _ = o.grid.fitted(shape)
     if not fits.any():
         return None
     return int(np.where(fits, _needs(space, index), np.inf).argmin())
