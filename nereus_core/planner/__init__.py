@@ -9,8 +9,9 @@ use all devices of its group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -53,12 +54,16 @@ class Planned:
     """The result of planning."""
 
     best: Candidate
-    runner_ups: tuple[RunnerUp, ...]
-    """Fastest first, the ones that do not fit last."""
     searched: int
     """Arrangements of groups that were solved exactly; bounds ruled out the others."""
-    relaxed: tuple[str, ...] = ()
+    relaxed: tuple[str, ...]
     """Least numbers of units that could not be had, in words."""
+    _losers: Callable[[], tuple[RunnerUp, ...]] = field(repr=False, compare=False)
+
+    @property
+    def runner_ups(self) -> tuple[RunnerUp, ...]:
+        """Plans that lost, fastest first, the ones that do not fit last; worked out when read."""
+        return self._losers()
 
 
 def best(
@@ -86,7 +91,8 @@ def best(
         for stage, asked in sorted(constraints.min_dp.items())
         if stage in plan and plan[stage].dp < asked
     )
-    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched, relaxed)
+    losers = cache(lambda: _runner_ups(placer, found, chosen))
+    return Planned(chosen, found.searched, relaxed, losers)
 
 
 def _searched(
@@ -180,7 +186,7 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
         consider(placer.current, _CURRENT)
     for plan in placer.variants(found.best[0]):
         consider(plan)
-    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others):
+    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others()):
         consider(placer.canonical(solution))
     consider(placer.unbounded(found.best[0]))
     return _shortest(fit, unfit)

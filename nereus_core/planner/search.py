@@ -7,9 +7,8 @@ visited in order of its bound, with the groups' true shapes on the nodes and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -46,10 +45,10 @@ class Found:
 
     best: tuple[Solution, ...]
     """Equally fast ones, in the order found; empty when nothing fits."""
-    others: tuple[Solution, ...]
-    """The best of other partitions that were looked at, fastest first."""
     searched: int
     """Assignments of sizes that were solved exactly."""
+    others: Callable[[], tuple[Solution, ...]]
+    """Finds the best of other partitions, fastest first: to be shown as runners-up."""
 
 
 def partitions(
@@ -98,45 +97,39 @@ class _Search:
         for bound, blocks in sorted(bounded, key=lambda b: (len(b[1]) > 1, b)):
             if bound <= self._best_s * (1 + TIE) and bound < np.inf:
                 self._visit(blocks)
-        self._look_at_others(blocks for bound, blocks in sorted(bounded) if bound < np.inf)
         best = tuple(s for s in self._tied if s.seconds <= self._best_s * (1 + TIE))
-        taken = {s.blocks for s in best[:1]}
-        others = sorted(
-            (s for b, s in self._by_partition.items() if b not in taken),
-            key=lambda s: (s.seconds, s.blocks),
-        )
-        return Found(best, tuple(others), self._searched)
+        likely = [blocks for bound, blocks in sorted(bounded) if bound < np.inf]
+        return Found(best, self._searched, lambda: self._others(best, likely))
 
-    def _look_at_others(self, by_bound: Iterable[tuple[Block, ...]]) -> None:
-        """Solve a likely assignment of partitions ruled out by bounds: to show why they lost."""
-        for blocks in islice(by_bound, 3 * _OTHERS):
+    def _others(
+        self, best: Sequence[Solution], by_bound: Sequence[tuple[Block, ...]]
+    ) -> tuple[Solution, ...]:
+        """Solve a likely assignment of partitions ruled out by bounds too: why did they lose?"""
+        for blocks in by_bound[: 3 * _OTHERS]:
             if len(self._by_partition) > _OTHERS:
-                return
+                break
             if blocks not in self._by_partition:
                 self._solve(blocks, self._likely_sizes(blocks), np.inf)
+        taken = {s.blocks for s in best[:1]}
+        others = [s for b, s in self._by_partition.items() if b not in taken]
+        return tuple(sorted(others, key=lambda s: (s.seconds, s.blocks)))
 
     def _likely_sizes(self, blocks: tuple[Block, ...]) -> tuple[int, ...]:
         """Grow the group whose growth shortens the bound most until the devices are used up."""
-        space = self._space
+        space, groups = self._space, np.arange(len(blocks))
         least = np.stack([self._block_least(block) for block in blocks])
+        least = np.where(np.isfinite(least), least, 1e9)  # shrink the number of misfits
         at = np.zeros(len(blocks), dtype=np.int64)
-
-        def bound(trial: IntArray) -> tuple[float, float]:
-            level_s = least[np.arange(len(blocks)), trial]
-            finite = np.where(np.isfinite(level_s), level_s, 1e9)  # shrink the number of misfits
-            group_s = finite.sum(axis=1)
-            return float(space.objective(finite.max(axis=0), group_s.max())), float(group_s.sum())
-
         while True:
-            grown = [at + (np.arange(len(blocks)) == i) for i in range(len(blocks))]
-            grown = [
-                g
-                for g in grown
-                if g.max() < len(space.sizes) and space.sizes[g].sum() <= space.num_devices
-            ]
-            if not grown:
+            grown = at + np.eye(len(blocks), dtype=np.int64)
+            grown = grown[grown.max(axis=1) < len(space.sizes)]
+            grown = grown[space.sizes[grown].sum(axis=1) <= space.num_devices]
+            if not len(grown):
                 return tuple(int(z) for z in space.sizes[at])
-            at = min(grown, key=bound)
+            level_s = least[groups, grown]  # [trial, group, level]
+            group_s = level_s.sum(axis=2)
+            seconds = space.objective(level_s.max(axis=1), group_s.max(axis=1))
+            at = grown[np.lexsort((group_s.sum(axis=1), seconds))[0]]
 
     def _block_least(self, block: Block) -> FloatArray:
         """Lower bound of a block's seconds per level in a group of each size [size, level]."""

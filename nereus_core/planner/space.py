@@ -104,7 +104,9 @@ class Space:
         options = []
         for stage in stages:
             choices = choices_of(cost.job, constraints, current, stage, node_sizes)
-            grid = grids.setdefault(choices, Grid.of(choices))
+            if choices not in grids:
+                grids[choices] = Grid.of(choices)
+            grid = grids[choices]
             options.append(_options(cost, lengths, stage, level[stage], grid, node_sizes[0]))
         attained = {
             o.stage: int(o.grid.dp.min()) for o in options if o.stage in constraints.min_dp
