@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.planner.colocating import Front
 from nereus_core.planner.groups import Shape, cut, shape_between
 from nereus_core.planner.pareto import front
-from nereus_core.planner.space import Front, Space
+from nereus_core.planner.space import Space
 
 TIE = 1e-9
 """Relative difference of predicted seconds below which two plans are equally fast."""

@@ -15,6 +15,7 @@ from nereus_core.errors import NoFeasiblePlan
 from nereus_core.layout import Layout
 from nereus_core.plan import Plan
 from nereus_core.planner.choices import Choice, Choices, Grid, choices_of
+from nereus_core.planner.colocating import Alone, Front, colocated
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import Shape, by_node, group_sizes
 from nereus_core.planner.pareto import front
@@ -58,17 +59,6 @@ class StageOptions:
         return np.where(at >= 0, so_far[at], np.inf)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Front:
-    """Undominated ways for a group of stages to share one group of devices.
-
-    Shapes: ``level_s`` [way, level]; ``rows`` [way, stage of the group] are option rows.
-    """
-
-    level_s: FloatArray
-    rows: IntArray
-
-
 @dataclass(slots=True)
 class Space:
     """Tables, bounds and fronts of one planning problem; fronts are made when asked for."""
@@ -85,7 +75,7 @@ class Space:
     sizes: IntArray
     num_levels: int
     _fronts: dict[tuple[tuple[int, ...], Shape], Front] = field(default_factory=dict)
-    _single: dict[tuple[int, Shape], tuple[FloatArray, IntArray]] = field(default_factory=dict)
+    _single: dict[tuple[int, Shape], Alone] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -158,7 +148,10 @@ class Space:
         """
         key = (block, shape)
         if key not in self._fronts:  # made with a limit that was no lower: nothing is missing
-            self._fronts[key] = self._shared(block, shape, limit_s, whole)
+            alone = [self._alone(stage, shape) for stage in block]
+            self._fronts[key] = colocated(
+                alone, self.num_levels, self.cost.capacity_bytes, limit_s, whole
+            )
         return self._fronts[key]
 
     def fastest(self, stage: int, shape: Shape) -> int:
@@ -170,43 +163,10 @@ class Space:
 
     def by_speed(self, stage: int, shape: Shape) -> list[int]:
         """Option rows of a stage's undominated ways in such a group, fastest first."""
-        _, rows = self._alone(stage, shape)
-        return list(dict.fromkeys(map(int, rows)))
+        return list(dict.fromkeys(map(int, self._alone(stage, shape).rows)))
 
-    def _shared(self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool) -> Front:
-        n, capacity = self.num_levels, self.cost.capacity_bytes
-        alone = [self._alone(stage, shape) for stage in block]
-        if not all(len(own) for own, _ in alone):
-            return Front(np.zeros((0, n)), np.zeros((0, len(block)), dtype=np.int64))
-        firsts = np.array([own[0] for own, _ in alone])
-        if firsts[:, 1].sum() + firsts[:, 2].max() <= capacity:  # the fastest of each fit together
-            level_s = np.zeros((1, n))
-            for i, stage in enumerate(block):
-                level_s[0, self.options[stage].level] += firsts[i, 0]
-            return Front(level_s, np.array([[picked[0] for _, picked in alone]]))
-        # The rest of the block takes and keeps at least so much.
-        rest_s = [sum(own[:, 0].min() for own, _ in alone[i + 1 :]) for i in range(len(block))]
-        rest_bytes = [sum(own[:, 1].min() for own, _ in alone[i + 1 :]) for i in range(len(block))]
-        level_s, memory = np.zeros((1, n)), np.zeros((1, 2))  # bytes that stay, that come and go
-        rows = np.zeros((1, 0), dtype=np.int64)
-        for i, (stage, (own, picked)) in enumerate(zip(block, alone, strict=True)):
-            a, b = (m.ravel() for m in np.indices((len(level_s), len(own))))
-            stays = memory[a, 0] + own[b, 1]
-            peak = np.maximum(memory[a, 1], own[b, 2])
-            total_s = level_s[a].sum(axis=1) + own[b, 0]
-            keep = (stays + rest_bytes[i] + peak <= capacity) & (total_s + rest_s[i] <= limit_s)
-            a, b, stays, peak, total_s = (column[keep] for column in (a, b, stays, peak, total_s))
-            level_s, memory = level_s[a], np.stack([stays, peak], axis=1)
-            level_s[:, self.options[stage].level] += own[b, 0]
-            rows = np.concatenate([rows[a], picked[b][:, None]], axis=1)
-            seconds = total_s[:, None] if whole else level_s
-            kept = front(np.concatenate([seconds, memory], axis=1))
-            level_s, memory, rows = level_s[kept], memory[kept], rows[kept]
-        kept = front(level_s.sum(axis=1)[:, None] if whole else level_s)
-        return Front(level_s[kept], rows[kept])
-
-    def _alone(self, stage: int, shape: Shape) -> tuple[FloatArray, IntArray]:
-        """Undominated (seconds, persistent, transient) of one stage, with their option rows."""
+    def _alone(self, stage: int, shape: Shape) -> Alone:
+        """Undominated ways of one stage alone in a group of this shape."""
         key = (stage, shape)
         if key not in self._single:
             o = self.options[stage]
@@ -220,7 +180,7 @@ class Space:
                 [busy_s, o.persistent_bytes[at], o.transient_bytes[at, wave]], axis=1
             )
             kept = front(columns)
-            self._single[key] = (columns[kept], at[kept])
+            self._single[key] = Alone(columns[kept], at[kept], o.level)
         return self._single[key]
 
 
