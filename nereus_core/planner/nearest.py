@@ -19,7 +19,7 @@ def tightest(space: Space, together: Sequence[frozenset[int]]) -> str:
     choice that needs least of each; that is where one would have to save.
     """
     nearest: tuple[int, str] | None = None
-    for blocks in partitions(range(len(space.stages)), together):
+    for blocks in partitions(len(space.stages), tuple(together)):
         plan = _smallest(space, blocks)
         if plan is None:
             continue

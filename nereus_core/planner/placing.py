@@ -45,13 +45,15 @@ class Placer:
         for block, span, rows in zip(
             solution.blocks, cut(solution.sizes), solution.rows, strict=True
         ):
+            shape = shape_between(self.space.node_sizes, *span)
             for index, row in zip(block, rows, strict=True):
                 options = self.space.options[index]
                 key = (options.choice(row), span)
                 if key not in self._fresh:
                     group = self.space.devices[slice(*span)]
                     self._fresh[key] = _placed(key[0], group, None)
-                placements[options.stage] = self._fresh[key]
+                placement = placements[options.stage] = self._fresh[key]
+                self._cost.remember(placement, options.priced(row, shape), self._lengths)
         return Plan(placements)
 
     def unbounded(self, solution: Solution) -> Plan:

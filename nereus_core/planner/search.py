@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -27,6 +28,8 @@ _OTHERS = 4
 
 Block = tuple[int, ...]
 """Indices of the stages of one group."""
+Blocks = tuple[Block, ...]
+"""A partition of all stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Solution:
 
     seconds: float
     """Of the stages and their synchronization, as the space counts them."""
-    blocks: tuple[Block, ...]
+    blocks: Blocks
     sizes: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
 
@@ -52,23 +55,23 @@ class Found:
     """Finds the best of other partitions, fastest first: to be shown as runners-up."""
 
 
-def partitions(
-    stages: Sequence[int], together: Sequence[frozenset[int]]
-) -> Iterator[tuple[Block, ...]]:
+@lru_cache(maxsize=64)
+def partitions(num_stages: int, together: tuple[frozenset[int], ...]) -> tuple[Blocks, ...]:
     """All set partitions that keep stages together that must be; deterministic order."""
 
-    def extend(blocks: tuple[Block, ...], left: Sequence[int]) -> Iterator[tuple[Block, ...]]:
-        if not left:
+    def extend(blocks: Blocks, stage: int) -> Iterator[Blocks]:
+        if stage == num_stages:
             yield blocks
             return
         for i, block in enumerate(blocks):
-            grown = (*blocks[:i], (*block, left[0]), *blocks[i + 1 :])
-            yield from extend(grown, left[1:])
-        yield from extend((*blocks, (left[0],)), left[1:])
+            yield from extend((*blocks[:i], (*block, stage), *blocks[i + 1 :]), stage + 1)
+        yield from extend((*blocks, (stage,)), stage + 1)
 
-    for blocks in extend((), stages):
-        if all(any(group <= set(block) for block in blocks) for group in together):
-            yield blocks
+    return tuple(
+        blocks
+        for blocks in extend((), 0)
+        if all(any(group <= set(block) for block in blocks) for group in together)
+    )
 
 
 def search(space: Space, together: Sequence[frozenset[int]]) -> Found:
@@ -84,16 +87,18 @@ class _Search:
         self._least = space.least_s()
         self._best_s = np.inf
         self._tied: list[Solution] = []
-        self._by_partition: dict[tuple[Block, ...], Solution] = {}
+        self._by_partition: dict[Blocks, Solution] = {}
         self._searched = 0
         self._shapes: dict[tuple[int, int], Shape] = {}
+        self._blocks: dict[Block, FloatArray] = {}
 
     def run(self, together: Sequence[frozenset[int]]) -> Found:
-        bounded = [
-            (self._bound(blocks), blocks)
-            for blocks in partitions(range(len(self._space.stages)), together)
+        candidates = [
+            blocks
+            for blocks in partitions(len(self._space.stages), tuple(together))
             if len(blocks) <= self._space.num_devices
         ]
+        bounded = list(zip(self._bounds(candidates), candidates, strict=True))
         # All together first: its fronts are small, and its step prunes the other partitions.
         for bound, blocks in sorted(bounded, key=lambda b: (len(b[1]) > 1, b)):
             if bound <= self._best_s * (1 + TIE) and bound < np.inf:
@@ -103,7 +108,7 @@ class _Search:
         return Found(best, self._searched, lambda: self._others(best, likely))
 
     def _others(
-        self, best: Sequence[Solution], by_bound: Sequence[tuple[Block, ...]]
+        self, best: Sequence[Solution], by_bound: Sequence[Blocks]
     ) -> tuple[Solution, ...]:
         """Solve a likely assignment of partitions ruled out by bounds too: why did they lose?"""
         for blocks in by_bound[: 3 * _OTHERS]:
@@ -115,7 +120,7 @@ class _Search:
         others = [s for b, s in self._by_partition.items() if b not in taken]
         return tuple(sorted(others, key=lambda s: (s.seconds, s.blocks)))
 
-    def _likely_sizes(self, blocks: tuple[Block, ...]) -> tuple[int, ...]:
+    def _likely_sizes(self, blocks: Blocks) -> tuple[int, ...]:
         """Grow the group whose growth shortens the bound most until the devices are used up."""
         space, groups = self._space, np.arange(len(blocks))
         least = np.stack([self._block_least(block) for block in blocks])
@@ -134,20 +139,31 @@ class _Search:
 
     def _block_least(self, block: Block) -> FloatArray:
         """Lower bound of a block's seconds per level in a group of each size [size, level]."""
-        found = np.zeros((len(self._space.sizes), self._space.num_levels))
-        for stage in block:
-            found[:, self._space.options[stage].level] += self._least[stage]
-        return found
+        if block not in self._blocks:
+            found = np.zeros((len(self._space.sizes), self._space.num_levels))
+            for stage in block:
+                found[:, self._space.options[stage].level] += self._least[stage]
+            self._blocks[block] = found
+        return self._blocks[block]
 
-    def _bound(self, blocks: tuple[Block, ...]) -> float:
-        """Lower bound of a partition: every group as large as the others leave room for."""
-        room = self._space.num_devices - (len(blocks) - 1)
-        at = int(np.searchsorted(self._space.sizes, room, side="right")) - 1
-        least = np.stack([self._block_least(block)[at] for block in blocks])
-        group_s = least.sum(axis=1).max()
-        return float(self._space.objective(least.max(axis=0), group_s))
+    def _bounds(self, candidates: Sequence[Blocks]) -> list[float]:
+        """Lower bounds of partitions: every group as large as the others leave room for."""
+        names = sorted({block for blocks in candidates for block in blocks})
+        number = {block: i for i, block in enumerate(names)}
+        # The last row stands for the groups that a partition has not.
+        nothing = np.zeros((1, len(self._space.sizes), self._space.num_levels))
+        tables = np.concatenate([np.stack([self._block_least(b) for b in names]), nothing])
+        most = max(map(len, candidates))
+        groups = np.array(
+            [[number[b] for b in c] + [len(names)] * (most - len(c)) for c in candidates]
+        )
+        room = self._space.num_devices + 1 - np.array([len(c) for c in candidates])
+        at = np.searchsorted(self._space.sizes, room, side="right") - 1
+        least = tables[groups, at[:, None]]  # [partition, group, level]
+        seconds = self._space.objective(least.max(axis=1), least.sum(axis=2).max(axis=1))
+        return [float(s) for s in seconds]
 
-    def _visit(self, blocks: tuple[Block, ...]) -> None:
+    def _visit(self, blocks: Blocks) -> None:
         """Solve every assignment of sizes to a partition's groups that can still win or tie."""
         sizes, bounds = self._assignments(blocks)
         tied_visits = 0
@@ -160,7 +176,7 @@ class _Search:
                     break
             self._solve(blocks, tuple(int(z) for z in sizes[i]), self._best_s * (1 + TIE))
 
-    def _assignments(self, blocks: tuple[Block, ...]) -> tuple[IntArray, FloatArray]:
+    def _assignments(self, blocks: Blocks) -> tuple[IntArray, FloatArray]:
         """Sizes per group [assignment, group] with their lower bounds, those that may win."""
         space = self._space
         least = [self._block_least(block) for block in blocks]
@@ -199,7 +215,7 @@ class _Search:
             self._shapes[start, end] = shape_between(self._space.node_sizes, start, end)
         return self._shapes[start, end]
 
-    def _solve(self, blocks: tuple[Block, ...], sizes: tuple[int, ...], limit_s: float) -> None:
+    def _solve(self, blocks: Blocks, sizes: tuple[int, ...], limit_s: float) -> None:
         """Combine the fronts of groups of these sizes; keep the result where it wins or ties."""
         self._searched += 1
         shapes = [self._shape(*span) for span in cut(sizes)]

@@ -8,6 +8,7 @@ import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost.cost_model import StageTable
 from nereus_core.cost.op_classes import FloatArray, IntArray
 from nereus_core.cost.shapes import Options
 from nereus_core.cost.step import levels
@@ -38,6 +39,15 @@ class StageOptions:
     """[option]."""
     transient_bytes: FloatArray
     """[option, wave]."""
+    table: StageTable
+    first_row: IntArray
+    """In the table [crossing, option]; an option's rows, one per wave, follow each other."""
+
+    def priced(self, row: int, shape: Shape) -> StageTable:
+        """Return the table of one option in a group of this shape."""
+        _, crossing = self.grid.fitted(shape)
+        start = int(self.first_row[crossing[row], row])
+        return self.table.rows(start, start + self.transient_bytes.shape[1])
 
     def choice(self, row: int) -> Choice:
         """Return one row as a value."""
@@ -208,4 +218,8 @@ def _options(
     persistent, transient = np.empty(len(grid)), np.empty((len(grid), waves))
     persistent[row] = table.persistent_bytes.reshape(-1, waves)[:, 0]
     transient[row] = table.transient_bytes.reshape(-1, waves)
-    return StageOptions(stage, level, grid, busy_s, persistent, transient)
+    first_row = np.full((4, len(grid)), -1)
+    first_row[crossing, row] = np.arange(len(row)) * waves
+    return StageOptions(
+        stage, level, grid, busy_s, persistent, transient, table, first_row
+    )
