@@ -61,7 +61,7 @@ def colocated(
         for own, seconds in zip(alone, firsts[:, 0], strict=True):
             level_s[0, own.level] += seconds
         return Front(level_s, np.array([[own.rows[0] for own in alone]]))
-    price, feasible_s = _priced(alone, capacity)
+    price, _, feasible_s = best_price(alone, capacity)
     limit_s = min(limit_s, feasible_s) if whole else limit_s
     limit_s = limit_s * (1 + _SLACK)
     priced = [own.columns[:, 0] + price * own.columns[:, 1] for own in alone]
@@ -91,8 +91,15 @@ def colocated(
     return Front(level_s[kept], rows[kept])
 
 
-def _priced(alone: Sequence[Alone], capacity: float) -> tuple[float, float]:
-    """The price that bounds best, and the seconds of the fastest feasible way met on the search."""
+def least_s(alone: Sequence[Alone], capacity: float) -> float:
+    """Lower bound of the sum of all stages' seconds on one group; inf where one never fits."""
+    if not all(len(own.rows) for own in alone):
+        return np.inf
+    return best_price(alone, capacity)[1]
+
+
+def best_price(alone: Sequence[Alone], capacity: float) -> tuple[float, float, float]:
+    """The price that bounds best, its bound, and the seconds of the fastest feasible way met."""
     mean = np.mean([own.columns.mean(axis=0) for own in alone], axis=0)
     prices = _PRICES * mean[0] / max(mean[1] + mean[2], 1.0)
     total_s, stays, peak = (np.zeros(2 * len(prices)) for _ in range(3))
@@ -106,4 +113,4 @@ def _priced(alone: Sequence[Alone], capacity: float) -> tuple[float, float]:
         total_s, stays = total_s + seconds[picks], stays + keeps[picks]
         peak = np.maximum(peak, runs[picks])
     feasible_s = total_s[stays + peak <= capacity].min(initial=np.inf)
-    return float(prices[bound_s.argmax()]), float(feasible_s)
+    return float(prices[bound_s.argmax()]), float(bound_s.max()), float(feasible_s)

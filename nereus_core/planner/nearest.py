@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from nereus_core.plan import Plan
+from nereus_core.planner.bounds import Block, partitions
 from nereus_core.planner.groups import Shape, cut, packed, shape_between
-from nereus_core.planner.search import Block, partitions
 from nereus_core.planner.space import Space
 
 
-def tightest(space: Space, together: Sequence[frozenset[int]]) -> str:
+def tightest(space: Space) -> str:
     """Describe the plan whose fullest device exceeds its memory least.
 
     Per partition of stages into groups, devices are shared out by need and every stage takes the
     choice that needs least of each; that is where one would have to save.
     """
     nearest: tuple[int, str] | None = None
-    for blocks in partitions(len(space.stages), tuple(together)):
+    for blocks in partitions(len(space.stages), space.together):
         plan = _smallest(space, blocks)
         if plan is None:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.cost.op_classes import BoolArray, FloatArray, IntArray
 
 _BLOCK = 64
 """Rows compared with each other at once; chosen for speed."""
@@ -31,7 +31,7 @@ def front(rows: FloatArray) -> IntArray:
     return np.concatenate(kept)
 
 
-def _covers(some: FloatArray, others: FloatArray) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+def _covers(some: FloatArray, others: FloatArray) -> BoolArray:
     """Whether each of some [n, column] is nowhere worse than each of others [m, column]: [n, m]."""
     found = some[:, None, 0] <= others[None, :, 0]
     for column in range(1, some.shape[1]):

@@ -10,9 +10,10 @@ from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
 from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move
 from nereus_core.plan import Placement, Plan, plan_problems
+from nereus_core.planner.bounds import TIE
 from nereus_core.planner.choices import Choice
 from nereus_core.planner.groups import cut, packed, shape_between, shape_of
-from nereus_core.planner.search import TIE, Solution
+from nereus_core.planner.search import Solution
 from nereus_core.planner.space import Space
 
 _FEWEST_ARRANGEMENTS = 8

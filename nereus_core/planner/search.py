@@ -7,29 +7,22 @@ visited in order of its bound, with the groups' true shapes on the nodes and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.planner.bounds import TIE, Blocks, Bounds, partitions
 from nereus_core.planner.colocating import Front
 from nereus_core.planner.groups import Shape, cut, shape_between
 from nereus_core.planner.pareto import front
 from nereus_core.planner.space import Space
 
-TIE = 1e-9
-"""Relative difference of predicted seconds below which two plans are equally fast."""
 _TIED_KEPT = 32
 """Equally fast solutions kept to choose the one nearest to the current plan."""
 _OTHERS = 4
 """Other partitions solved at least once, to be shown as runners-up."""
-
-Block = tuple[int, ...]
-"""Indices of the stages of one group."""
-Blocks = tuple[Block, ...]
-"""A partition of all stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +48,9 @@ class Found:
     """Finds the best of other partitions, fastest first: to be shown as runners-up."""
 
 
-@lru_cache(maxsize=64)
-def partitions(num_stages: int, together: tuple[frozenset[int], ...]) -> tuple[Blocks, ...]:
-    """All set partitions that keep stages together that must be; deterministic order."""
-
-    def extend(blocks: Blocks, stage: int) -> Iterator[Blocks]:
-        if stage == num_stages:
-            yield blocks
-            return
-        for i, block in enumerate(blocks):
-            yield from extend((*blocks[:i], (*block, stage), *blocks[i + 1 :]), stage + 1)
-        yield from extend((*blocks, (stage,)), stage + 1)
-
-    return tuple(
-        blocks
-        for blocks in extend((), 0)
-        if all(any(group <= set(block) for block in blocks) for group in together)
-    )
-
-
-def search(space: Space, together: Sequence[frozenset[int]]) -> Found:
+def search(space: Space) -> Found:
     """Find the fastest solutions; exact on the space."""
-    return _Search(space).run(together)
+    return _Search(space).run()
 
 
 class _Search:
@@ -84,21 +58,20 @@ class _Search:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._least = space.least_s()
+        self._bounds = Bounds(space, space.least_s())
         self._best_s = np.inf
         self._tied: list[Solution] = []
         self._by_partition: dict[Blocks, Solution] = {}
         self._searched = 0
         self._shapes: dict[tuple[int, int], Shape] = {}
-        self._blocks: dict[Block, FloatArray] = {}
 
-    def run(self, together: Sequence[frozenset[int]]) -> Found:
+    def run(self) -> Found:
         candidates = [
             blocks
-            for blocks in partitions(len(self._space.stages), tuple(together))
+            for blocks in partitions(len(self._space.stages), self._space.together)
             if len(blocks) <= self._space.num_devices
         ]
-        bounded = list(zip(self._bounds(candidates), candidates, strict=True))
+        bounded = list(zip(self._bounds.of_partitions(candidates), candidates, strict=True))
         # All together first: its fronts are small, and its step prunes the other partitions.
         for bound, blocks in sorted(bounded, key=lambda b: (len(b[1]) > 1, b)):
             if bound <= self._best_s * (1 + TIE) and bound < np.inf:
@@ -107,9 +80,7 @@ class _Search:
         likely = [blocks for bound, blocks in sorted(bounded) if bound < np.inf]
         return Found(best, self._searched, lambda: self._others(best, likely))
 
-    def _others(
-        self, best: Sequence[Solution], by_bound: Sequence[Blocks]
-    ) -> tuple[Solution, ...]:
+    def _others(self, best: Sequence[Solution], by_bound: Sequence[Blocks]) -> tuple[Solution, ...]:
         """Solve a likely assignment of partitions ruled out by bounds too: why did they lose?"""
         for blocks in by_bound[: 3 * _OTHERS]:
             if len(self._by_partition) > _OTHERS:
@@ -123,7 +94,7 @@ class _Search:
     def _likely_sizes(self, blocks: Blocks) -> tuple[int, ...]:
         """Grow the group whose growth shortens the bound most until the devices are used up."""
         space, groups = self._space, np.arange(len(blocks))
-        least = np.stack([self._block_least(block) for block in blocks])
+        least = np.stack([self._bounds.block(block) for block in blocks])
         least = np.where(np.isfinite(least), least, 1e9)  # shrink the number of misfits
         at = np.zeros(len(blocks), dtype=np.int64)
         while True:
@@ -137,35 +108,9 @@ class _Search:
             seconds = space.objective(level_s.max(axis=1), group_s.max(axis=1))
             at = grown[np.lexsort((group_s.sum(axis=1), seconds))[0]]
 
-    def _block_least(self, block: Block) -> FloatArray:
-        """Lower bound of a block's seconds per level in a group of each size [size, level]."""
-        if block not in self._blocks:
-            found = np.zeros((len(self._space.sizes), self._space.num_levels))
-            for stage in block:
-                found[:, self._space.options[stage].level] += self._least[stage]
-            self._blocks[block] = found
-        return self._blocks[block]
-
-    def _bounds(self, candidates: Sequence[Blocks]) -> list[float]:
-        """Lower bounds of partitions: every group as large as the others leave room for."""
-        names = sorted({block for blocks in candidates for block in blocks})
-        number = {block: i for i, block in enumerate(names)}
-        # The last row stands for the groups that a partition has not.
-        nothing = np.zeros((1, len(self._space.sizes), self._space.num_levels))
-        tables = np.concatenate([np.stack([self._block_least(b) for b in names]), nothing])
-        most = max(map(len, candidates))
-        groups = np.array(
-            [[number[b] for b in c] + [len(names)] * (most - len(c)) for c in candidates]
-        )
-        room = self._space.num_devices + 1 - np.array([len(c) for c in candidates])
-        at = np.searchsorted(self._space.sizes, room, side="right") - 1
-        least = tables[groups, at[:, None]]  # [partition, group, level]
-        seconds = self._space.objective(least.max(axis=1), least.sum(axis=2).max(axis=1))
-        return [float(s) for s in seconds]
-
     def _visit(self, blocks: Blocks) -> None:
         """Solve every assignment of sizes to a partition's groups that can still win or tie."""
-        sizes, bounds = self._assignments(blocks)
+        sizes, bounds = self._bounds.assignments(blocks, self._best_s * (1 + TIE))
         tied_visits = 0
         for i in np.argsort(bounds, kind="stable"):  # equal bounds: fewer devices first
             if bounds[i] > self._best_s * (1 + TIE):
@@ -175,40 +120,6 @@ class _Search:
                 if tied_visits > _TIED_KEPT:
                     break
             self._solve(blocks, tuple(int(z) for z in sizes[i]), self._best_s * (1 + TIE))
-
-    def _assignments(self, blocks: Blocks) -> tuple[IntArray, FloatArray]:
-        """Sizes per group [assignment, group] with their lower bounds, those that may win."""
-        space = self._space
-        least = [self._block_least(block) for block in blocks]
-        # What the groups still to come take at the very least, per level and as one group.
-        rest_level = [np.zeros(space.num_levels)]
-        rest_group = [0.0]
-        for table in reversed(least[1:]):
-            rest_level.append(np.maximum(rest_level[-1], table.min(axis=0)))
-            rest_group.append(max(rest_group[-1], float(table.sum(axis=1).min())))
-        chosen = np.zeros((1, 0), dtype=np.int64)
-        used, level_s, group_s = (
-            np.zeros(1, dtype=np.int64),
-            np.zeros((1, space.num_levels)),
-            np.zeros(1),
-        )
-        bounds = np.zeros(1)
-        for i, table in enumerate(least):
-            left = len(blocks) - 1 - i
-            a, z = (m.ravel() for m in np.indices((len(used), len(space.sizes))))
-            fits = used[a] + space.sizes[z] + left <= space.num_devices
-            a, z = a[fits], z[fits]
-            used = used[a] + space.sizes[z]
-            level_s = np.maximum(level_s[a], table[z])
-            group_s = np.maximum(group_s[a], table[z].sum(axis=1))
-            bounds = space.objective(
-                np.maximum(level_s, rest_level[left]), np.maximum(group_s, rest_group[left])
-            )
-            keep = (bounds <= self._best_s * (1 + TIE)) & np.isfinite(bounds)
-            chosen = np.concatenate([chosen[a], space.sizes[z][:, None]], axis=1)[keep]
-            used, level_s, group_s = used[keep], level_s[keep], group_s[keep]
-            bounds = bounds[keep]
-        return chosen, bounds
 
     def _shape(self, start: int, end: int) -> Shape:
         if (start, end) not in self._shapes:

@@ -18,7 +18,7 @@ from nereus_core.plan import Plan
 from nereus_core.planner.choices import Choice, Choices, Grid, choices_of
 from nereus_core.planner.colocating import Alone, Front, colocated
 from nereus_core.planner.constraints import Constraints
-from nereus_core.planner.groups import Shape, by_node, group_sizes
+from nereus_core.planner.groups import Shape, by_node, group_sizes, shape_between
 from nereus_core.planner.pareto import front
 from nereus_core.workload import ModelStage, Stage
 
@@ -108,9 +108,7 @@ class Space:
                 grids[choices] = Grid.of(choices)
             grid = grids[choices]
             options.append(_options(cost, lengths, stage, level[stage], grid, node_sizes[0]))
-        attained = {
-            o.stage: int(o.grid.dp.min()) for o in options if o.stage in constraints.min_dp
-        }
+        attained = {o.stage: int(o.grid.dp.min()) for o in options if o.stage in constraints.min_dp}
         return cls(
             cost,
             lengths,
@@ -127,6 +125,14 @@ class Space:
     def num_devices(self) -> int:
         """Devices a plan may use."""
         return len(self.devices)
+
+    @property
+    def together(self) -> tuple[frozenset[int], ...]:
+        """Stages that must share devices, by index."""
+        index = {stage: i for i, stage in enumerate(self.stages)}
+        return tuple(
+            frozenset(index[s] for s in group if s in index) for group in self.constraints.colocate
+        )
 
     def objective(self, level_s: FloatArray, group_s: FloatArray) -> FloatArray:
         """Seconds of a step from the longest seconds per level and of any one group.
@@ -175,6 +181,11 @@ class Space:
         """Option rows of a stage's undominated ways in such a group, fastest first."""
         return list(dict.fromkeys(map(int, self._alone(stage, shape).rows)))
 
+    def alone_together(self) -> list[Alone]:
+        """Undominated ways of every stage alone on all devices."""
+        shape = shape_between(self.node_sizes, 0, self.num_devices)
+        return [self._alone(stage, shape) for stage in range(len(self.stages))]
+
     def _alone(self, stage: int, shape: Shape) -> Alone:
         """Undominated ways of one stage alone in a group of this shape."""
         key = (stage, shape)
@@ -220,6 +231,4 @@ def _options(
     transient[row] = table.transient_bytes.reshape(-1, waves)
     first_row = np.full((4, len(grid)), -1)
     first_row[crossing, row] = np.arange(len(row)) * waves
-    return StageOptions(
-        stage, level, grid, busy_s, persistent, transient, table, first_row
-    )
+    return StageOptions(stage, level, grid, busy_s, persistent, transient, table, first_row)
