@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Self
 
 import numpy as np
 
 from nereus_core.cost import Lengths
-from nereus_core.cost.op_classes import FloatArray
+from nereus_core.cost.op_classes import FloatArray, IntArray
 
 REACH = math.log(1.5)
 """How far each part of lengths may move, either way, in logarithms; chosen, not measured."""
@@ -73,6 +74,28 @@ class Slopes:
         slope = ((logs[1:5] - logs[5:9]) / (2 * REACH)).T
         missed = logs - logs[0] - probes() @ slope.T
         return cls(logs[0], slope, missed.min(axis=0), missed.max(axis=0))
+
+    @classmethod
+    def joined(cls, several: Sequence[Slopes]) -> Self:
+        """One after another."""
+        return cls(
+            np.concatenate([s.middle for s in several]),
+            np.concatenate([s.slope for s in several]),
+            np.concatenate([s.below for s in several]),
+            np.concatenate([s.above for s in several]),
+        )
+
+    def take(self, rows: IntArray) -> Slopes:
+        """Return some of the numbers."""
+        return Slopes(self.middle[rows], self.slope[rows], self.below[rows], self.above[rows])
+
+    def least_at_corners(self) -> FloatArray:
+        """Logarithms of the lower bounds at the corners of the box [number, corner].
+
+        They are linear between, so that a number that is no lower at any corner never is.
+        """
+        corners = np.array(list(product((-REACH, REACH), repeat=4)))
+        return self.slope @ corners.T + (self.middle + self.below)[:, None]
 
     def least(self, by: FloatArray) -> FloatArray:
         """Lower bounds after a move."""

@@ -22,6 +22,7 @@ from nereus_core.planner.bounds import Blocks, Bounds, partitions
 from nereus_core.planner.colocating import best_price
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import shape_between
+from nereus_core.planner.pareto import front
 from nereus_core.planner.slopes import REACH, Slopes, coordinates, moved, probes
 from nereus_core.planner.space import Space
 from nereus_core.workload import ModelStage
@@ -102,7 +103,7 @@ class _Whole:
         base = spaces[0]
         capacity = base.cost.capacity_bytes
         shape = shape_between(base.node_sizes, 0, base.num_devices)
-        seconds, stays, peaks = [], [], []
+        slopes, stays, peaks = [], [], []
         for i, o in enumerate(base.options):
             fits, crossing = o.grid.fitted(shape)
             least = np.min([s.options[i].transient_bytes for s in spaces], axis=0)
@@ -110,8 +111,11 @@ class _Whole:
             if not ever.any():
                 return None
             rows = np.arange(len(ever))
-            seconds.append(np.array([s.options[i].busy_s[crossing, rows][ever] for s in spaces]))
-            stays.append(np.broadcast_to(o.persistent_bytes[:, None], ever.shape)[ever])
+            own = Slopes.of(np.array([s.options[i].busy_s[crossing, rows][ever] for s in spaces]))
+            keeps = np.broadcast_to(o.persistent_bytes[:, None], ever.shape)[ever]
+            kept = front(np.column_stack([own.least_at_corners(), keeps]))
+            slopes.append(own.take(kept))
+            stays.append(keeps[kept])
             peaks.append(least[ever].min())
         alone = base.alone_together()
         fit = all(len(own.rows) for own in alone)  # what fits nowhere today has no price
@@ -119,7 +123,7 @@ class _Whole:
         prices = price * np.array([0.0, 0.5, 1.0, 2.0])
         starts = np.cumsum([0, *(len(s) for s in stays[:-1])])
         return cls(
-            Slopes.of(np.concatenate(seconds, axis=1)),
+            Slopes.joined(slopes),
             starts,
             prices[:, None] * np.concatenate(stays),
             prices * (capacity - max(peaks)),
@@ -154,19 +158,20 @@ class _Others:
     def of(cls, spaces: Sequence[Space], best_s: float) -> Self:
         """Keep the assignments whose bound is near to the best step of today."""
         base = spaces[0]
-        seconds, at = [], []
+        slopes, at = [], []
         for i, o in enumerate(base.options):
             least = np.min([s.options[i].transient_bytes for s in spaces], axis=0)
             ever = o.persistent_bytes[:, None] + least <= base.cost.capacity_bytes
             forced, rows = o.grid.forced(base.node_sizes[0]), np.arange(len(ever))
-            seconds.append(np.array([s.options[i].busy_s[forced, rows][ever] for s in spaces]))
-            size = i * len(base.sizes) + np.searchsorted(base.sizes, o.grid.num_devices)
-            at.append(np.broadcast_to(size[:, None], ever.shape)[ever])
-        flat = np.concatenate(at)
-        order = np.argsort(flat, kind="stable")
-        starts = np.flatnonzero(np.diff(flat[order], prepend=-1))
-        slopes = Slopes.of(np.concatenate(seconds, axis=1)[:, order])
-        least_s = _by_size(base, np.exp(slopes.middle), starts, flat[order][starts])
+            own = Slopes.of(np.array([s.options[i].busy_s[forced, rows][ever] for s in spaces]))
+            size = np.searchsorted(base.sizes, o.grid.num_devices)
+            size = np.broadcast_to(size[:, None], ever.shape)[ever]
+            kept = front(np.column_stack([size, own.least_at_corners()]))  # by size, then seconds
+            slopes.append(own.take(kept))
+            at.append(i * len(base.sizes) + size[kept])
+        joined, flat = Slopes.joined(slopes), np.concatenate(at)
+        starts = np.flatnonzero(np.diff(flat, prepend=-1))
+        least_s = _by_size(base, np.exp(joined.middle), starts, flat[starts])
         bounds, together = Bounds(base, least_s), tuple(base.together)
         found: list[tuple[Blocks, IntArray]] = []
         reach_s = best_s
@@ -196,9 +201,9 @@ class _Others:
                 kept_sizes.append(np.pad(np.searchsorted(base.sizes, sizes), pad))
         return cls(
             base,
-            slopes,
+            joined,
             starts,
-            flat[order][starts],
+            flat[starts],
             members.reshape(-1, len(base.stages)),
             np.concatenate(kept_blocks),
             np.concatenate(kept_sizes),
