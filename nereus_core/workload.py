@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from nereus_core.cluster import Cluster
 from nereus_core.model import ModelSpec
@@ -18,9 +18,10 @@ class Stage(StrEnum):
     INFER = "infer"
     TRAIN = "train"
 
+    __hash__ = str.__hash__  # Enum's own is a function in Python, called for every model-stage
 
-@dataclass(frozen=True, slots=True, order=True)
-class ModelStage:
+
+class ModelStage(NamedTuple):
     """One model in one stage, written ``actor/train``."""
 
     model: str
