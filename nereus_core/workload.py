@@ -50,6 +50,8 @@ class Node:
     """How often the stage runs per step (ReMax generates twice: sampled, then greedy)."""
     weights_from: ModelStage | None = None
     """The train stage whose weights this one follows; None when its weights are frozen or own."""
+    origin: bool = False
+    """Whether its weights never change and can be loaded again from where they first came from."""
 
 
 Algorithm = Literal["ppo", "grpo", "remax"]
@@ -93,7 +95,7 @@ def ppo(*, asynchronous: bool = False) -> Workload:
         "ppo",
         (
             Node(ACTOR_GENERATE, weights_from=ACTOR_TRAIN),
-            Node(REF_INFER, (ACTOR_GENERATE,)),
+            Node(REF_INFER, (ACTOR_GENERATE,), origin=True),
             Node(CRITIC_INFER, (ACTOR_GENERATE,), weights_from=CRITIC_TRAIN),
             Node(CRITIC_TRAIN, (CRITIC_INFER, REF_INFER)),
             Node(ACTOR_TRAIN, (CRITIC_INFER, REF_INFER)),
@@ -107,7 +109,7 @@ def _critic_free(algorithm: Algorithm, passes: int, *, asynchronous: bool) -> Wo
         algorithm,
         (
             Node(ACTOR_GENERATE, passes=passes, weights_from=ACTOR_TRAIN),
-            Node(REF_INFER, (ACTOR_GENERATE,)),
+            Node(REF_INFER, (ACTOR_GENERATE,), origin=True),
             Node(ACTOR_TRAIN, (REF_INFER,)),
         ),
         asynchronous,
