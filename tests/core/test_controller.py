@@ -303,7 +303,7 @@ def test_a_failed_opportunistic_transition_leaves_the_old_plan_running():
     watched = Watched(job, plan)
 
     def refuse(op, phase):
-        if phase == "start" and len(watched.of(PrimitiveFinished)) == 1:
+        if phase == "prepare" and len(watched.of(PrimitiveFinished)) == 1:
             raise Infeasible(f"{op}: no memory", op)
 
     watched.job.adapter.fault = refuse
@@ -339,7 +339,7 @@ def test_lost_devices_end_the_run_after_three_attempts():
     watched = Watched(job, packed(job, generate=(1, 1), train=(2, 1), ref=(2, 1)))
 
     def strike(op, phase):
-        if phase == "start":
+        if phase == "prepare":
             raise UnitLost([], tuple(watched.job.adapter.units()), "seat gone")
 
     watched.job.adapter.fault = strike

@@ -23,6 +23,7 @@ from nereus_core.errors import (
 )
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation
+from nereus_core.phases import Enter, Phase, PhaseHook
 from nereus_core.plan import Placement, Plan, check_plan
 from nereus_core.primitives import (
     Destroy,
@@ -103,6 +104,10 @@ class TorchAdapter:
                 raise PlanError([f"{stage}: {there} alive, the plan says {_spelled(placement)}"])
         running.relink()
 
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        """Tell of phases."""
+        self._ledger.watch(on_phase)
+
     def close(self) -> None:
         """Hold nothing: the job is not the adapter's."""
 
@@ -144,12 +149,16 @@ class TorchAdapter:
             lost=lost,
         )
 
-    def _do(self, op: Primitive, readable: UnitMap) -> Done:
+    def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         running = self._running
+        enter(Phase.PREPARE)
         if isinstance(op, Destroy):
             unit = readable[op.unit]
+            for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+                enter(phase)
             running.fleet.drop(unit, park=op.park)
             running.fleet.replace([op.unit], (), [unit] if op.park else ())
+            enter(Phase.RELEASE)
             return Done()
         origin = tuple(readable[u] for u in sources(op))
         stage = model_stage_of(op).stage
@@ -169,7 +178,11 @@ class TorchAdapter:
         )
         self._require_memory(op, move)
         peaks = move.run(
-            running.fleet, counters, running.settings.bucket_bytes, running.settings.transfer_s
+            running.fleet,
+            counters,
+            running.settings.bucket_bytes,
+            running.settings.transfer_s,
+            enter,
         )
         return Done(move.moved_bytes, move.kept_bytes, peaks)
 

@@ -20,8 +20,9 @@ from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.values import ModelSource
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, H200_SXM, LOOPBACK, NVLINK4
-from nereus_core.harness import Array, StepResult, Tier
+from nereus_core.harness import Array, Fault, StepResult, Tier
 from nereus_core.model import ModelSpec
+from nereus_core.phases import Phase
 from nereus_core.plan import Plan
 from nereus_core.state import Slot, tensor_rules
 from nereus_core.units import UnitId
@@ -184,6 +185,10 @@ class TorchHarness:
     def fail(self, device: Device) -> None:
         """Kill a seat."""
         self.pool.kill(device)
+
+    def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
+        """Arm a fault."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End the job, and the seats where they are the harness's own."""

@@ -12,6 +12,7 @@ from nereus_adapters.torch.routing import buckets, ranks
 from nereus_adapters.torch.values import Bucket, Meeting, Memory, SeatPart
 from nereus_core.cluster import Device
 from nereus_core.errors import UnitLost
+from nereus_core.phases import Enter, Phase
 from nereus_core.state import Route, Slot, placed, routes
 from nereus_core.units import Unit
 
@@ -73,9 +74,14 @@ class Move:
         return found
 
     def run(
-        self, fleet: Fleet, counters: Mapping[str, int | float], bucket_bytes: int, timeout_s: float
+        self,
+        fleet: Fleet,
+        counters: Mapping[str, int | float],
+        bucket_bytes: int,
+        timeout_s: float,
+        enter: Enter,
     ) -> dict[Device, int]:
-        """Prepare, transfer, verify, commit, release.
+        """Prepare (which the caller has entered), transfer, verify, commit, release.
 
         Returns:
             Peak state bytes per device that took part.
@@ -90,9 +96,11 @@ class Move:
             fleet.settle(
                 fleet.pool.send({d: ("prepare", {"part": p}) for d, p in parts.items()}), timeout_s
             )
-            for phase in ("transfer", "verify"):
+            for phase in (Phase.TRANSFER, Phase.VERIFY):
+                enter(phase)
                 self._phase(fleet, parts, phase, op, timeout_s)
-        except Exception as error:
+            enter(Phase.COMMIT)
+        except BaseException as error:
             self._abandon(fleet, parts, op, timeout_s)
             if lost := self._lost(fleet, parts):
                 raise UnitLost([u.id for u in lost], tuple(fleet.units), str(error)) from error
@@ -103,9 +111,12 @@ class Move:
         gone = [u for u in self.created if u not in standing]
         fleet.replace((u.id for u in self.ending), standing)
         lost_too = self._lost(fleet, parts)
+        enter(Phase.RELEASE)
         for unit in gone:
             fleet.drop(unit)
-        self._phase(fleet, {d: p for d, p in parts.items() if d in alive}, "release", op, timeout_s)
+        self._phase(
+            fleet, {d: p for d, p in parts.items() if d in alive}, Phase.RELEASE, op, timeout_s
+        )
         if gone or lost_too:
             lost_ids = sorted({u.id for u in (*gone, *lost_too)})
             raise UnitLost(lost_ids, tuple(fleet.units), f"a seat ended in commit of {self.name}")
