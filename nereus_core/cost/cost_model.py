@@ -15,6 +15,7 @@ from nereus_core.cost.corrections import Between, Scale
 from nereus_core.cost.curves import Curves, curves_of
 from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
+from nereus_core.cost.kernels import prior_fractions
 from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.op_classes import FloatArray
@@ -48,6 +49,17 @@ class StageTable:
     sync_s: FloatArray
     persistent_bytes: FloatArray
     transient_bytes: FloatArray
+
+    def rows(self, start: int, end: int) -> StageTable:
+        """Return some rows as a table of their own; nothing is copied."""
+        at, o = slice(start, end), self.options
+        options = Options(
+            o.tp[at], o.pp[at], o.dp[at], o.tp_crosses[at], o.pp_crosses[at], o.dp_crosses[at]
+        )
+        return StageTable(
+            self.stage, options, self.waves[at], self.work[at], self.sync_work[at],
+            self.seconds[at], self.sync_s[at], self.persistent_bytes[at], self.transient_bytes[at],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +95,8 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.efficiencies is _PRIOR:
-            object.__setattr__(self, "efficiencies", EfficiencyTable.prior(self.job.cluster))
+            prior = EfficiencyTable.prior(self.job.cluster, prior_fractions(self.job.cluster))
+            object.__setattr__(self, "efficiencies", prior)
 
     @property
     def capacity_bytes(self) -> int:
@@ -263,6 +276,10 @@ class CostModel:
             cell: math.ceil(sum(stays[s] for s in sorted(cell)) + max(runs[s] for s in cell))
             for cell in self._regions(plan)
         }
+
+    def remember(self, placement: Placement, table: StageTable, lengths: Lengths) -> None:
+        """Keep the table of one placement, priced among others, so that it is not priced again."""
+        self._tables.setdefault((table.stage, id(placement), lengths), (placement, table))
 
     def _placed(self, stage: ModelStage, placement: Placement, lengths: Lengths) -> StageTable:
         """The table of one placement; kept, because plans to compare differ in few stages."""
