@@ -18,7 +18,7 @@ from nereus_core.device_specs import (
 )
 from nereus_core.model import ModelSpec
 from nereus_core.sim.models import LLAMA_3_1_8B, TINY
-from nereus_core.workload import ALGORITHMS, BFLOAT16_MIXED, Job, Workload, grpo, ppo
+from nereus_core.workload import ALGORITHMS, BFLOAT16_MIXED, Algorithm, Job, Workload, grpo, ppo
 
 LLAMA_3_1_70B = ModelSpec("llama-3.1-70b", "llama", 80, 8192, 28672, 64, 8, 128, 128256)
 """Source: config.json of meta-llama/Llama-3.1-70B."""
@@ -61,6 +61,19 @@ def small_problem(seed: int) -> tuple[CostModel, Lengths]:
         if algorithm == "ppo"
         else [[6], [3, 3], [4, 1], [1, 2], [5], [2, 2, 1]]
     )
+    return _problem(draw, algorithm, counts)
+
+
+def middle_problem(seed: int) -> tuple[CostModel, Lengths]:
+    """The same on seven to sixteen devices."""
+    draw = random.Random(seed)
+    counts = draw.choice([[8], [4, 4], [7], [4, 3], [8, 4], [6, 6], [5, 4], [8, 8], [6, 5, 4]])
+    return _problem(draw, draw.choice(["grpo", "remax"]), counts)
+
+
+def _problem(
+    draw: random.Random, algorithm: Algorithm, counts: list[int]
+) -> tuple[CostModel, Lengths]:
     devices = tuple(Device(f"node{n}", i) for n, c in enumerate(counts) for i in range(c))
     memory = draw.choice([4, 8, 16, 1000]) * 2**18
     spec = DeviceSpec("small", CPU_SEAT.peak_flops_per_s, memory, 12e9, 5e-6, "chosen for a test")
