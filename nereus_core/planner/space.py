@@ -95,7 +95,8 @@ class Space:
         job = cost.job
         usable = [d for d in job.cluster.healthy if d not in constraints.excluded]
         if not usable:
-            raise NoFeasiblePlan(0, "no device is healthy")
+            why = "every healthy device is excluded" if job.cluster.healthy else None
+            raise NoFeasiblePlan(0, why or "no device is healthy")
         nodes = by_node(usable)
         node_sizes = tuple(map(len, nodes))
         level = levels(job.workload)
