@@ -12,8 +12,10 @@ import numpy as np
 from nereus_core.cluster import Device
 from nereus_core.cost.compute import stage_work, sync_work
 from nereus_core.cost.corrections import Between, Scale
+from nereus_core.cost.curves import Curves, curves_of
 from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
+from nereus_core.cost.kernels import prior_fractions
 from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.op_classes import FloatArray
@@ -81,6 +83,8 @@ class CostModel:
     """With which each bound of an interval holds."""
     between: Between = field(default_factory=Between)
     scale: Scale = field(default_factory=Scale)
+    curves: Curves | None = None
+    """What is known for the job's kind of device where none is given."""
     # Kept by identity (hashing a thousand devices takes longer), with the object so that it lives.
     _tables: dict[tuple[ModelStage, int, Lengths], tuple[Placement, StageTable]] = field(
         default_factory=dict, init=False, repr=False
@@ -91,12 +95,17 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.efficiencies is _PRIOR:
-            object.__setattr__(self, "efficiencies", EfficiencyTable.prior(self.job.cluster))
+            prior = EfficiencyTable.prior(self.job.cluster, prior_fractions(self.job.cluster))
+            object.__setattr__(self, "efficiencies", prior)
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes of a device that a plan may use."""
         return int(self.job.cluster.device_spec.memory_bytes * (1 - self.headroom))
+
+    @property
+    def _curves(self) -> Curves:
+        return self.curves or curves_of(self.job.cluster.device_spec)
 
     def on(self, job: Job) -> CostModel:
         """Return the same calibration for another state of the job's cluster."""
@@ -143,7 +152,7 @@ class CostModel:
             options.tp_crosses[at], options.pp_crosses[at], options.dp_crosses[at],
         )  # fmt: skip
         job, shapes = self.job, RankShapes.of(self.job.model(stage), rows)
-        work = stage_work(job, stage, rows, shapes, lengths, waves)
+        work = stage_work(job, stage, rows, shapes, lengths, waves, self._curves)
         sync = sync_work(job, stage, rows, shapes)
         return StageTable(
             stage,

@@ -86,7 +86,7 @@ class SimJob:
                 live = self.prepare(Unit(UnitId(stage, serial), placement.layout, devices))
                 for store in live.stores:
                     training.initialise(store, job.model(stage), self._seed(stage))
-                self.commit((), (live,))
+                self.switch((), (live,))
         self.relink()
 
     def _seed(self, stage: ModelStage) -> int:
@@ -136,13 +136,22 @@ class SimJob:
         """Free the storage of a unit that was prepared or has ended."""
         self.world.release(live.unit)
 
-    def commit(self, gone: Iterable[UnitId], come: Iterable[Live]) -> None:
-        """Switch: units end, their memory is freed, others begin."""
+    def switch(self, gone: Iterable[UnitId], come: Iterable[Live]) -> tuple[Live, ...]:
+        """Units end and others begin, at once; returns those that ended, whose memory is held.
+
+        Raises:
+            KeyError: one of those to end is not alive; nothing has changed.
+            SeatDead: one of those to begin has lost a device; nothing has changed.
+        """
+        come = tuple(come)
         with self._lock:
-            for unit in gone:
-                self.discard(self._live.pop(unit))
-            for live in come:
-                self._live[live.unit.id] = live
+            for unit in (live.unit for live in come):
+                self.world.alive(unit.devices, f"the beginning of {unit}")
+            left = tuple(self._live[unit] for unit in gone)
+            for live in left:
+                del self._live[live.unit.id]
+            self._live.update({live.unit.id: live for live in come})
+            return left
 
     def carry(self, sources: Sequence[Live], target: Live, slots: Sequence[Slot]) -> Carried:
         """Copy state into a unit from others of the same model, along the state map's routes."""
@@ -155,16 +164,11 @@ class SimJob:
             for store in source.stores:
                 origin[store.device].append(store)
         targets = {store.device: store for store in target.stores}
-        total = Carried(0, 0, 0.0)
+        total = Carried()
         for stores in _choices(origin):
             mine = [r for r in found if _holds(stores.get(r.source), r)]
             found = tuple(r for r in found if r not in mine)
-            part = self.world.carry(mine, slots, stores, targets)
-            total = Carried(
-                total.moved_bytes + part.moved_bytes,
-                total.kept_bytes + part.kept_bytes,
-                total.seconds + part.seconds,
-            )
+            total += self.world.carry(mine, slots, stores, targets)
         return total
 
     def relink(self) -> None:

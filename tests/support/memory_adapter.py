@@ -21,6 +21,7 @@ from nereus_core.adapter import Boundary, Fingerprint, Receipt
 from nereus_core.cost.transition import shared_elements
 from nereus_core.errors import NotAtBoundary, UnitLost
 from nereus_core.observation import Observation, TokenStats
+from nereus_core.phases import Phase
 from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
@@ -57,7 +58,7 @@ def units_of(plan: Plan) -> UnitMap:
 
 
 class MemoryAdapter:
-    """Implements `nereus_core.adapter.Adapter`; ``fault`` may raise before a primitive commits."""
+    """Implements `nereus_core.adapter.Adapter`; ``fault(op, phase)`` may raise or wait."""
 
     name = "memory"
 
@@ -69,6 +70,7 @@ class MemoryAdapter:
         self.held: frozenset | None = frozenset(job.workload.stages)
         """Stages of the open boundary; a test that needs no boundary leaves all held."""
         self.fault: Callable | None = fault
+        self.on_phase: Callable | None = None
         self.log: list[tuple[str, object]] = []
         self.most_at_once = 0
         self.plan_linked: Plan | None = None
@@ -123,6 +125,15 @@ class MemoryAdapter:
             self.held = before
             self.log.append(("resume", None))
 
+    def watch(self, on_phase):
+        self.on_phase = on_phase
+
+    def _enter(self, op, phase):
+        if self.on_phase:
+            self.on_phase(op, phase)
+        if self.fault:
+            self.fault(op, phase)
+
     def relink(self, plan):
         self.log.append(("relink", plan))
         self.plan_linked, self.parked = plan, UnitMap()
@@ -173,8 +184,6 @@ class MemoryAdapter:
                 return self._receipts[op.op_id]
             if self.held is None or model_stage_of(op) not in self.held:
                 raise NotAtBoundary(str(op), op)
-            if self.fault:
-                self.fault(op, "start")
             check(op, self.units(), self.parked)
             devices = touched(op, atlas)
             for other, busy in self._running.items():
@@ -187,12 +196,14 @@ class MemoryAdapter:
             self.most_at_once = max(self.most_at_once, len(self._running))
             spins = self._random.randrange(20)
         try:
-            for _ in range(spins):
-                time.sleep(0)  # lets another primitive run; no time passes
+            for phase in (Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+                self._enter(op, phase)
+                for _ in range(spins):
+                    time.sleep(0)  # lets another primitive run; no time passes
             with self._lock:
-                if self.fault:
-                    self.fault(op, "commit")
-                return self._commit(op, atlas)
+                receipt = self._commit(op, atlas)
+            self._enter(op, Phase.RELEASE)
+            return receipt
         finally:
             with self._lock:
                 del self._running[op.op_id]
