@@ -92,7 +92,7 @@ def _first(cost: CostModel, candidates: Iterable[dict[ModelStage, Placement | No
     for candidate in candidates:
         placed = {s: p for s, p in candidate.items() if p is not None}
         plan = Plan(placed)
-        if len(placed) == len(candidate) and not plan_problems(plan, cost.job):
-            if cost.memory_problem(plan, limits(cost.job)) is None:
-                return plan
+        whole = len(placed) == len(candidate) and not plan_problems(plan, cost.job)
+        if whole and cost.memory_problem(plan, limits(cost.job)) is None:
+            return plan
     raise ValueError(f"no rung fits on {len(cost.job.cluster.healthy)} devices")
