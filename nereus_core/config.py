@@ -74,6 +74,19 @@ class TimeoutsConfig(_Section):
     step_s: float = Field(3600, gt=0)
 
 
+class CheckpointConfig(_Section):
+    """What is kept on disk, for the case that the last copy of a state is lost."""
+
+    folder: Path | None = None
+    """Of the checkpoints; ``checkpoints`` in the run's folder by default."""
+    every_steps: int = Field(0, ge=0)
+    """RL steps from one checkpoint to the next; 0 writes none."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    resume: Path | None = None
+    """A checkpoint, or a folder of them, to start from instead of step 0."""
+
+
 class NereusConfig(_Section):
     """The whole of ``nereus.toml``; ``job`` and ``backend`` are read by the adapter named."""
 
@@ -88,6 +101,7 @@ class NereusConfig(_Section):
     policy: PolicyConfig = PolicyConfig()
     constraints: ConstraintsConfig = ConstraintsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     job: Mapping[str, Any] = Field(default_factory=dict)
     """What to run: model, algorithm, batch ...; validated by the adapter."""
     backend: Mapping[str, Any] = Field(default_factory=dict)

@@ -11,6 +11,11 @@ from nereus_core.cluster import Device
 from nereus_core.workload import ModelStage
 
 
+QUANTILE_LEVELS = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0)
+"""Parts of the sequences that are no longer than `TokenStats.quantiles`; closer in the tail, which
+decides when generation ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenStats:
     """A distribution of token counts, small enough to keep for every step."""
@@ -20,6 +25,8 @@ class TokenStats:
     p95: float
     max: int
     count: int
+    quantiles: tuple[float, ...] = ()
+    """Tokens at `QUANTILE_LEVELS`; empty where the job reports no more than the figures above."""
 
     @classmethod
     def of(cls, counts: list[int] | tuple[int, ...]) -> TokenStats:
@@ -32,7 +39,10 @@ class TokenStats:
             return cls(0.0, 0.0, 0.0, 0, 0)
         values = np.asarray(counts, dtype=np.float64)
         p50, p95 = np.percentile(values, [50, 95])
-        return cls(float(values.mean()), float(p50), float(p95), int(values.max()), len(counts))
+        quantiles = tuple(np.quantile(values, QUANTILE_LEVELS).tolist())
+        return cls(
+            float(values.mean()), float(p50), float(p95), int(values.max()), len(counts), quantiles
+        )
 
 
 def clip_ratio(counts: Sequence[int], limit: int) -> float | None:
