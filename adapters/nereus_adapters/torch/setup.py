@@ -24,7 +24,7 @@ from nereus_core.checkpoints import resolved
 from nereus_core.cluster import Cluster, Device, DeviceSpec
 from nereus_core.config import NereusConfig
 from nereus_core.device_specs import DEVICE_SPECS, LINK_SPECS
-from nereus_core.errors import ConfigError
+from nereus_core.errors import ConfigError, NereusError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement, Plan, check_plan, plan_problems
@@ -34,6 +34,8 @@ from nereus_core.workload import ALGORITHMS, FLOAT32, FLOAT64, Job, ModelStage, 
 BFLOAT16 = Precision("bfloat16", 2, 2, 4)
 PRECISIONS = {p.compute: p for p in (FLOAT64, FLOAT32, BFLOAT16)}
 
+_WORD = "seats"
+"""File in a run's folder that names the private folder of its seats."""
 _PLACEMENT = re.compile(r"(tp\d+pp\d+)(?:dp(\d+))?")
 
 
@@ -48,23 +50,57 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     Raises:
         ConfigError, ModelConfigError, PlanError: before any seat is started.
         CheckpointError: what is to be resumed is broken, or of another job.
+        NereusError: the driver whose seats are taken over died inside a step that cannot be redone.
     """
     job_section, backend = sections(config)
     folder, hf_config = _model(job_section.model, config)
     job = _job(job_section, backend, ModelSpec.from_hf_config(hf_config, name="actor"))
     task = _task(job_section, config.seed, folder, job)
+    settings = _settings(job_section, backend, config, hf_config)
+    sources = _sources(job, job_section, hf_config, folder)
+    if backend.reattach:
+        return TorchJob(job, None, sources, task, settings, _pool_of(config.run_dir, backend))
     resume = resolved(config.checkpoint.resume) if config.checkpoint.resume else None
     if plan is None and resume is not None:
         plan = resumable(Manifest.read(resume).plan, job)
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
     check_plan(plan, job)
-    settings = _settings(job_section, backend, config, hf_config)
     pool = LocalPool(
-        backend.device, threads=backend.threads, start_s=backend.start_s, grace_s=backend.grace_s
+        backend.device,
+        threads=backend.threads,
+        start_s=backend.start_s,
+        grace_s=backend.grace_s,
     )
-    sources = _sources(job, job_section, hf_config, folder)
+    _leave_word(config.run_dir, pool)
     return TorchJob(job, plan, sources, task, settings, pool, resume=resume)
+
+
+def _leave_word(run_dir: Path, pool: LocalPool) -> None:
+    """Say in the run's folder where its seats are, for a driver that takes them over."""
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    word = run_dir / _WORD
+    word.touch(mode=0o600)
+    word.write_text(str(pool.folder.path), encoding="utf-8")
+
+
+def _pool_of(run_dir: Path, backend: BackendSection) -> LocalPool:
+    """Take over the seats of a run; raises ConfigError when there are none."""
+    try:
+        folder = Path((run_dir / _WORD).read_text(encoding="utf-8"))
+        pool = LocalPool.attach(
+            folder,
+            backend.device,
+            threads=backend.threads,
+            start_s=backend.start_s,
+            grace_s=backend.grace_s,
+        )
+    except (OSError, NereusError) as error:
+        raise ConfigError("backend.reattach", f"{run_dir} has left no seats: {error}") from error
+    if not pool.alive:
+        pool.close()
+        raise ConfigError("backend.reattach", f"the seats of {run_dir} have ended; use --resume")
+    return pool
 
 
 def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
