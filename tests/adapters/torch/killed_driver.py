@@ -47,6 +47,7 @@ def drive(folder, phase, told):
         adapter = harness.launch(job.on(job.cluster.without(job.cluster.devices[2:])), plan)
     else:
         adapter = harness.take_over()
+    harness._folder.cleanup()  # nobody does when we are dead; seats have read it
     said = {
         "folder": str(pool.folder.path),
         "before": [f"{u.id} {u.layout}" for u in adapter.units().of(ACTOR_TRAIN)],
