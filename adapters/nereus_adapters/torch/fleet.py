@@ -34,6 +34,16 @@ class Pool(Protocol):
         """Devices whose seat answers."""
         ...
 
+    @property
+    def draining(self) -> frozenset[Device]:
+        """Devices announced to leave, their seats still alive."""
+        ...
+
+    @property
+    def returned(self) -> frozenset[Device]:
+        """Lost devices whose new seat is up; `start` takes it in."""
+        ...
+
     def start(self, devices: Iterable[Device]) -> None:
         """Start seats and wait until they are up; a live one is left alone."""
         ...
@@ -42,12 +52,24 @@ class Pool(Protocol):
         """Put one call per device in line, in one go, in device order."""
         ...
 
+    def require(self, need: int) -> None:
+        """Raise DevicesMissing unless there are as many devices of the pool's kind."""
+        ...
+
+    def call(self, device: Device, method: str, **kwargs: Any) -> Pending:
+        """Put one call in line."""
+        ...
+
     def kill(self, device: Device) -> None:
         """End a seat without notice, and wait until it is gone."""
         ...
 
     def stop(self, device: Device) -> None:
         """Let a seat finish its calls and end."""
+        ...
+
+    def pid(self, device: Device) -> int:
+        """Return the process id of a seat, on its host."""
         ...
 
     def close(self) -> None:

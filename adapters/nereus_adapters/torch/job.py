@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from nereus_adapters.torch.adopting import adopt
@@ -20,7 +21,7 @@ from nereus_adapters.torch.weights import Weights
 from nereus_core.cluster import Device
 from nereus_core.errors import CheckpointError, NereusError, UnitLost, Unsupported
 from nereus_core.gate import Gate
-from nereus_core.observation import Observation, TokenStats
+from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.plan import Plan, check_plan
 from nereus_core.state import Slot, slots_of
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -149,10 +150,7 @@ class TorchJob:
             return Observation(
                 self.steps_done - 1, 0.0, {}, nothing, nothing, {}, healthy, self._draining
             )
-        return Observation(
-            seen.step, seen.step_s, seen.stage_s, seen.prompt_tokens, seen.response_tokens,
-            seen.peak_bytes, healthy, self._draining, seen.efficiency, seen.metrics,
-        )  # fmt: skip
+        return replace(seen, healthy=healthy, draining=self._draining)
 
     # --- Steps --------------------------------------------------------------------------------
 
@@ -176,6 +174,7 @@ class TorchJob:
             except Exception as error:
                 self._cut_short(error)
                 raise
+            self._follow_pool()
             self._finish(rollout, time.perf_counter() - start_s)
             return self._seen.metrics if self._seen is not None else {}
 
@@ -241,16 +240,18 @@ class TorchJob:
             for name in ("loss", "grad_norm", "lr", "entropy", "kl", "clip_fraction"):
                 metrics[f"{model}/{name}"] = float(getattr(found, name))
         peaks = self.peak_bytes()
+        lengths = [len(t) for t in rollout.generated.tokens]
         seen = Observation(
             step=rollout.step,
             step_s=step_s,
             stage_s=dict(self._steps.stage_s),
             prompt_tokens=TokenStats.of([len(p.tokens) for p in rollout.prompts]),
-            response_tokens=TokenStats.of([len(t) for t in rollout.generated.tokens]),
+            response_tokens=TokenStats.of(lengths),
             peak_bytes=peaks,
             healthy=frozenset(self.job.cluster.healthy),
             draining=self._draining,
             metrics=metrics,
+            clip_ratio=clip_ratio(lengths, self.job.max_response_tokens),
         )
         with self._lock:
             self._seen = seen
@@ -306,6 +307,14 @@ class TorchJob:
         self.fleet.unpark()
         self.fleet.unheard = ()
         self._retire()
+
+    def _follow_pool(self) -> None:
+        """Take up what the pool has learned about its devices."""
+        pool = self.fleet.pool
+        if leaving := pool.draining - self._draining:
+            self.take(leaving)
+        if back := pool.returned:
+            self.give(back)
 
     def take(self, devices: Iterable[Device]) -> None:
         """Announce that devices will leave: once no unit is on them, their seats end."""

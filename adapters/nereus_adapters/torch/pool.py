@@ -101,6 +101,16 @@ class LocalPool:
         """Devices whose seat answers."""
         return frozenset(d for d, c in self._channels.items() if c.alive)
 
+    @property
+    def draining(self) -> frozenset[Device]:
+        """Devices announced to leave: none, this machine gives no notice."""
+        return frozenset()
+
+    @property
+    def returned(self) -> frozenset[Device]:
+        """Lost devices with a new seat: none, nobody but the job starts one here."""
+        return frozenset()
+
     def require(self, need: int) -> None:
         """Raise DevicesMissing unless this machine has as many devices of the pool's kind."""
         if self._kind == "cuda" and (found := torch.cuda.device_count()) < need:

@@ -16,7 +16,7 @@ from nereus_adapters.torch.config import BackendSection, JobSection, PlacementCo
 from nereus_adapters.torch.engine import OptimizerSpec, export_model
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.manifest import Manifest
-from nereus_adapters.torch.pool import LocalPool
+from nereus_adapters.torch.pools import leave_word, left_pool, open_pool
 from nereus_adapters.torch.rl.tasks import Task, load_task
 from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.values import ModelSource
@@ -24,7 +24,7 @@ from nereus_core.checkpoints import resolved
 from nereus_core.cluster import Cluster, Device, DeviceSpec
 from nereus_core.config import NereusConfig
 from nereus_core.device_specs import DEVICE_SPECS, LINK_SPECS
-from nereus_core.errors import ConfigError, NereusError
+from nereus_core.errors import ConfigError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement, Plan, check_plan, plan_problems
@@ -34,8 +34,6 @@ from nereus_core.workload import ALGORITHMS, FLOAT32, FLOAT64, Job, ModelStage, 
 BFLOAT16 = Precision("bfloat16", 2, 2, 4)
 PRECISIONS = {p.compute: p for p in (FLOAT64, FLOAT32, BFLOAT16)}
 
-_WORD = "seats"
-"""File in a run's folder that names the private folder of its seats."""
 _PLACEMENT = re.compile(r"(tp\d+pp\d+)(?:dp(\d+))?")
 
 
@@ -59,48 +57,16 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     settings = _settings(job_section, backend, config, hf_config)
     sources = _sources(job, job_section, hf_config, folder)
     if backend.reattach:
-        return TorchJob(job, None, sources, task, settings, _pool_of(config.run_dir, backend))
+        return TorchJob(job, None, sources, task, settings, left_pool(config.run_dir, backend))
     resume = resolved(config.checkpoint.resume) if config.checkpoint.resume else None
     if plan is None and resume is not None:
         plan = resumable(Manifest.read(resume).plan, job)
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
     check_plan(plan, job)
-    pool = LocalPool(
-        backend.device,
-        threads=backend.threads,
-        start_s=backend.start_s,
-        grace_s=backend.grace_s,
-    )
-    _leave_word(config.run_dir, pool)
+    pool = open_pool(backend, job.cluster)
+    leave_word(pool, config.run_dir)
     return TorchJob(job, plan, sources, task, settings, pool, resume=resume)
-
-
-def _leave_word(run_dir: Path, pool: LocalPool) -> None:
-    """Say in the run's folder where its seats are, for a driver that takes them over."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    word = run_dir / _WORD
-    word.touch(mode=0o600)
-    word.write_text(str(pool.folder.path), encoding="utf-8")
-
-
-def _pool_of(run_dir: Path, backend: BackendSection) -> LocalPool:
-    """Take over the seats of a run; raises ConfigError when there are none."""
-    try:
-        folder = Path((run_dir / _WORD).read_text(encoding="utf-8"))
-        pool = LocalPool.attach(
-            folder,
-            backend.device,
-            threads=backend.threads,
-            start_s=backend.start_s,
-            grace_s=backend.grace_s,
-        )
-    except (OSError, NereusError) as error:
-        raise ConfigError("backend.reattach", f"{run_dir} has left no seats: {error}") from error
-    if not pool.alive:
-        pool.close()
-        raise ConfigError("backend.reattach", f"the seats of {run_dir} have ended; use --resume")
-    return pool
 
 
 def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
@@ -116,6 +82,7 @@ def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
         max_response_tokens=section.max_response_tokens,
         precision=PRECISIONS[section.precision],
         micro_batch=section.micro_batch,
+        num_steps=section.steps,
     )
 
 

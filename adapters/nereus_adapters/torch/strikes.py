@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from nereus_adapters.torch.pool import LocalPool
+from nereus_adapters.torch.fleet import Pool
 from nereus_core.cluster import Device
 from nereus_core.errors import OutOfDeviceMemory
 from nereus_core.harness import Fault
@@ -25,7 +25,7 @@ class Strike:
     """
 
     def __init__(
-        self, pool: LocalPool, fault: Fault, op_index: int, phase: Phase, device: Device | None
+        self, pool: Pool, fault: Fault, op_index: int, phase: Phase, device: Device | None
     ) -> None:
         self._pool, self._fault, self._device = pool, fault, device
         self._op_index, self._phase = op_index, phase
