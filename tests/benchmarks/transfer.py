@@ -209,8 +209,6 @@ def _fill(num_bytes: int) -> None:
         piece[:: mmap.PAGESIZE] = b"x" * len(piece[:: mmap.PAGESIZE])
 
 
-
-
 def restart(model: dict[str, Any]) -> dict[str, Any]:
     """End the job and start it again with one more unit, through a checkpoint on disk.
 
@@ -230,9 +228,7 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
             running.close()
         grown = config(where, model, 2, "tp1pp1dp2")
         resumed = grown.model_copy(
-            update={
-                "checkpoint": grown.checkpoint.model_copy(update={"resume": where / "saved"})
-            }
+            update={"checkpoint": grown.checkpoint.model_copy(update={"resume": where / "saved"})}
         )
         running = start(resumed, planned(running.job, {"actor/train": "tp1pp1dp2"}))
         seconds = time.perf_counter() - begin_s

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from math import prod
 
 import torch
+
+from nereus_core.errors import OutOfDeviceMemory
 
 HUGE_PAGES: Mapping[str, str] = {
     "THP_MEM_ALLOC_ENABLE": "1",
@@ -28,6 +31,11 @@ class Accountant:
     def __init__(self) -> None:
         self.resident_bytes = 0
         self.peak_bytes = 0
+        self._refuses = False
+
+    def refuse_next(self) -> None:
+        """Let the next allocation fail as one does for lack of memory, for tests."""
+        self._refuses = True
 
     def take(self, num_bytes: int) -> None:
         """Count storage that now exists."""
@@ -42,6 +50,10 @@ class Accountant:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Allocate a tensor and count it."""
+        if self._refuses:
+            self._refuses = False
+            size = prod(shape) * dtype.itemsize
+            raise OutOfDeviceMemory("an allocation", f"{device}", size, 0)
         tensor = torch.empty(shape, dtype=dtype, device=device)
         self.take(tensor.nbytes)
         return tensor

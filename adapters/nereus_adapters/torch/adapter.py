@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from nereus_adapters.torch import CAPABILITIES
@@ -20,7 +20,9 @@ from nereus_core.errors import (
     OutOfDeviceMemory,
     PlanError,
     PrimitiveError,
+    SeatDead,
     UnitLost,
+    WaitTimeout,
 )
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation
@@ -41,6 +43,9 @@ from nereus_core.state import placed, shard_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
+Fault = Callable[[Primitive, Phase, UnitMap], None]
+"""May let something go wrong on the seats, or raise."""
+
 
 class TorchAdapter:
     """Implements `nereus_core.adapter.Adapter`.
@@ -55,6 +60,8 @@ class TorchAdapter:
         self._lock = threading.Lock()
         self._ledger = Ledger(CAPABILITIES)
         self._known: dict[UnitId, Unit] = dict(running.units)
+        self.fault: Fault | None = None
+        """Called as each phase of a primitive begins, for a harness."""
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -152,14 +159,11 @@ class TorchAdapter:
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         running = self._running
+        if self.fault is not None:
+            enter = self._struck(enter, self.fault, op, readable)
         enter(Phase.PREPARE)
         if isinstance(op, Destroy):
-            unit = readable[op.unit]
-            for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
-                enter(phase)
-            running.fleet.drop(unit, park=op.park)
-            running.fleet.replace([op.unit], (), [unit] if op.park else ())
-            enter(Phase.RELEASE)
+            self._destroy(op, readable[op.unit], enter)
             return Done()
         origin = tuple(readable[u] for u in sources(op))
         stage = model_stage_of(op).stage
@@ -189,6 +193,25 @@ class TorchAdapter:
             enter,
         )
         return Done(move.moved_bytes, move.kept_bytes, peaks)
+
+    def _destroy(self, op: Destroy, unit: Unit, enter: Enter) -> None:
+        fleet = self._running.fleet
+        for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+            enter(phase)
+        try:
+            fleet.drop(unit, park=op.park)
+        except (SeatDead, WaitTimeout) as error:
+            lost = {u.id for u in fleet.reap()} & {op.unit}
+            raise UnitLost(sorted(lost), tuple(fleet.units), str(error)) from error
+        fleet.replace([op.unit], (), [unit] if op.park else ())
+        enter(Phase.RELEASE)
+
+    def _struck(self, enter: Enter, fault: Fault, op: Primitive, units: UnitMap) -> Enter:
+        def both(phase: Phase) -> None:
+            enter(phase)
+            fault(op, phase, units)
+
+        return both
 
     def _counters(self, op: Primitive, origin: tuple[Unit, ...]) -> dict[str, int | float]:
         """Return the counters of the new units: those of their source."""

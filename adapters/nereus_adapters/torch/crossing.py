@@ -14,7 +14,7 @@ import xxhash
 
 from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.engine import Group
-from nereus_adapters.torch.exchange import Garbled, Locate, exchange
+from nereus_adapters.torch.exchange import Garbled, Locate, Spoils, exchange, flip
 from nereus_adapters.torch.reading import Spot, digest, fetch, own_window, spot
 from nereus_adapters.torch.values import Bucket, Offer, Ways
 from nereus_core.state import Slot
@@ -68,8 +68,13 @@ class Crossing:
         for arrival in ways.arrivals.values():
             arrival.window.check()
 
-    def cross(self, ways: Ways, group: Group | None) -> Digests:
+    def cross(self, ways: Ways, group: Group | None, spoils: Spoils = lambda: False) -> Digests:
         """Move every bucket; return the digests of those that others read here.
+
+        Args:
+            ways: how.
+            group: for what is not read.
+            spoils: whether the bucket that has just arrived is to be changed, for tests.
 
         Raises:
             PeerLost, WaitTimeout: another seat is gone or late.
@@ -86,6 +91,8 @@ class Crossing:
                     bucket.regions, spots[bucket.source], strict=False
                 ):  # the spots of later buckets stay
                     fetch(window, where, self._write(bucket.slot, name, box), found)
+                if spoils():
+                    found = self._spoiled(bucket)
                 self._arrived[bucket.source].append(found.intdigest())
             elif bucket.target in ways.readers:
                 found = xxhash.xxh3_64()
@@ -96,9 +103,19 @@ class Crossing:
                 sent.append(bucket)
         if group is not None:
             self._wrong = exchange(
-                group, sent, self._read, self._write, self._dtypes, self._device, self._accountant
-            )
+                group, sent, self._read, self._write, self._dtypes, self._device, self._accountant,
+                spoils,
+            )  # fmt: skip
         return {target: tuple(found) for target, found in left.items()}
+
+    def _spoiled(self, bucket: Bucket) -> xxhash.xxh3_64:
+        """Change a bucket where it has arrived, and digest what is there then."""
+        found = xxhash.xxh3_64()
+        views = [self._write(bucket.slot, name, box) for name, box in bucket.regions]
+        flip(views[0])
+        for view in views:
+            digest(view, found)
+        return found
 
     def verify(self, left: Digests) -> None:
         """Compare what arrived with what left, as the seats it left from say.

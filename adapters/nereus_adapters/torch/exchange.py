@@ -18,6 +18,9 @@ from nereus_core.state import Box, Slot
 Locate = Callable[[Slot, str, Box], torch.Tensor]
 """Returns a view of the storage of a region."""
 
+Spoils = Callable[[], bool]
+"""Says whether the bucket that has just arrived is to be changed: a fault, for tests."""
+
 WINDOW = 4
 """Messages of one seat in flight; bounds its buffers. Chosen, not measured."""
 
@@ -43,6 +46,7 @@ def exchange(
     dtypes: Callable[[Slot], torch.dtype],
     device: torch.device,
     accountant: Accountant,
+    spoils: Spoils = lambda: False,
 ) -> list[Bucket]:
     """Send and receive this rank's buckets.
 
@@ -66,7 +70,9 @@ def exchange(
             flying.append(_keeping(wait, flat, partial(accountant.drop, extra)))
         else:
             dtype = dtypes(bucket.slot)
-            flying.append(_receive(group, bucket, write, dtype, device, digests, accountant))
+            flying.append(
+                _receive(group, bucket, write, dtype, device, digests, accountant, spoils)
+            )
     while flying:
         flying.popleft()()
     return _compare(group, digests)
@@ -80,6 +86,7 @@ def _receive(
     device: torch.device,
     digests: dict[int, list[tuple[Bucket, torch.Tensor]]],
     accountant: Accountant,
+    spoils: Spoils,
 ) -> Callable[[], None]:
     views = [write(bucket.slot, name, box) for name, box in bucket.regions]
     direct = len(views) == 1 and views[0].is_contiguous()
@@ -89,6 +96,8 @@ def _receive(
 
     def finish() -> None:
         arrived()
+        if spoils():
+            flip(flat)
         digests.setdefault(bucket.source, []).append((bucket, digest(flat)))
         if not direct:
             start = 0
@@ -142,6 +151,12 @@ def _compare(group: Group, digests: dict[int, list[tuple[Bucket, torch.Tensor]]]
         for turn in (send_mine, check_theirs) if group.rank < peer else (check_theirs, send_mine):
             turn()
     return wrong
+
+
+def flip(view: torch.Tensor) -> None:
+    """Change one element."""
+    first = (0,) * view.dim()
+    view[first] = torch.where(view[first] == 0, torch.ones_like(view[first]), -view[first])
 
 
 def packed(bucket: Bucket, read: Locate) -> torch.Tensor:

@@ -19,7 +19,7 @@ from nereus_core.workload import ModelStage, Stage
 
 GRACE_S = 5.0
 """The driver waits this much longer than seats wait for each other, so that only a seat that
-hangs itself is late. Chosen, not measured."""
+hangs itself is late; where they wait for less, by as much again. Chosen, not measured."""
 
 
 _generations = itertools.count()
@@ -34,6 +34,16 @@ class Pool(Protocol):
         """Devices whose seat answers."""
         ...
 
+    @property
+    def draining(self) -> frozenset[Device]:
+        """Devices announced to leave, their seats still alive."""
+        ...
+
+    @property
+    def returned(self) -> frozenset[Device]:
+        """Lost devices whose new seat is up; `start` takes it in."""
+        ...
+
     def start(self, devices: Iterable[Device]) -> None:
         """Start seats and wait until they are up; a live one is left alone."""
         ...
@@ -42,12 +52,24 @@ class Pool(Protocol):
         """Put one call per device in line, in one go, in device order."""
         ...
 
+    def require(self, need: int) -> None:
+        """Raise DevicesMissing unless there are as many devices of the pool's kind."""
+        ...
+
+    def call(self, device: Device, method: str, **kwargs: Any) -> Pending:
+        """Put one call in line."""
+        ...
+
     def kill(self, device: Device) -> None:
         """End a seat without notice, and wait until it is gone."""
         ...
 
     def stop(self, device: Device) -> None:
         """Let a seat finish its calls and end."""
+        ...
+
+    def pid(self, device: Device) -> int:
+        """Return the process id of a seat, on its host."""
         ...
 
     def close(self) -> None:
@@ -197,7 +219,7 @@ class Fleet:
         Raises:
             Exception: of all that went wrong, what most likely caused the rest.
         """
-        deadline = time.monotonic() + timeout_s + GRACE_S
+        deadline = time.monotonic() + timeout_s + min(GRACE_S, timeout_s)
         answers: list[Answer] = []
         errors: list[Exception] = []
         for call in pending:

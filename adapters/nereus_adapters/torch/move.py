@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from nereus_adapters.torch.routing import buckets, ranks
 from nereus_adapters.torch.values import Bucket, Memory, Offer, SeatPart
 from nereus_adapters.torch.ways import turned, ways
 from nereus_core.cluster import Device
-from nereus_core.errors import UnitLost
+from nereus_core.errors import SeatDead, UnitLost, WaitTimeout
 from nereus_core.phases import Enter, Phase
 from nereus_core.state import Route, Slot, placed, routes
 from nereus_core.units import Unit
@@ -122,7 +123,10 @@ class Move:
         enter(Phase.RELEASE)
         for unit in gone:
             fleet.drop(unit)
-        self._ask(fleet, "release", {d: {"op": op} for d in parts if d in alive}, timeout_s)
+        # A seat that ends now takes units with it, but the primitive is done: whoever looks next
+        # finds them gone.
+        with suppress(SeatDead, WaitTimeout):
+            self._ask(fleet, "release", {d: {"op": op} for d in parts if d in alive}, timeout_s)
         if gone or lost_too:
             lost_ids = sorted({u.id for u in (*gone, *lost_too)})
             raise UnitLost(lost_ids, tuple(fleet.units), f"a seat ended in commit of {self.name}")

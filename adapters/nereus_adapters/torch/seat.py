@@ -1,27 +1,22 @@
 """Seat: one device's long-lived process, into which shards of units come and go.
 
-Started as ``python -m nereus_adapters.torch.seat FD``; FD is an inherited pipe to the driver.
-A thread reads calls, the main thread runs them one after another. When the driver is gone the
-pipe ends, and so does the seat, whatever it was doing.
+`serve` has the loop that runs it; its methods do not know how calls arrive.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-import queue
-import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.boxes import read_boxes, write_boxes
 from nereus_adapters.torch.crossing import Digests
 from nereus_adapters.torch.engine import (
     Batch,
@@ -34,19 +29,22 @@ from nereus_adapters.torch.engine import (
 )
 from nereus_adapters.torch.exchange import digest
 from nereus_adapters.torch.faults import FaultKind, Faults
+from nereus_adapters.torch.manifest import Piece
+from nereus_adapters.torch.store import open_store
 from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
 from nereus_adapters.torch.values import (
+    Held,
+    Inventory,
     Memory,
     Offer,
+    Region,
     SeatPart,
     SeatSettings,
     ShardSpec,
     SyncPart,
     Ways,
 )
-from nereus_adapters.torch.wire import Call, Failure, Reply, receive, send_value
-from nereus_core.errors import NereusError
 from nereus_core.state import Slot
 from nereus_core.units import UnitId
 
@@ -62,19 +60,16 @@ class Seat:
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.store = torch.distributed.TCPStore(
-            settings.store_host,
-            settings.store_port,
-            is_master=False,
-            timeout=timedelta(seconds=settings.connect_s),
-        )
+        self._shared = open_store(settings.store, settings.connect_s)
+        self.store: torch.distributed.Store = self._shared
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
         self.accountant = Accountant()
-        self.faults = Faults()
+        self.faults = Faults(self.accountant)
         self._groups: dict[UnitId, UnitGroups] = {}
         self._lanes: dict[str, Lane] = {}
         self._transfers: dict[str, Transfer] = {}
+        self._committed: set[str] = set()
 
     # --- Units --------------------------------------------------------------------------------
 
@@ -89,6 +84,26 @@ class Seat:
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
+
+    def restore(
+        self,
+        unit: UnitId,
+        spec: ShardSpec,
+        folder: str,
+        pieces: tuple[Piece, ...],
+        counters: Mapping[str, int | float],
+    ) -> None:
+        """Build a shard with the state that a checkpoint has."""
+        shard = spec.build(self.device)
+        shard.replace(read_boxes(Path(folder), pieces, shard))
+        shard.counters.update(counters)
+        self.accountant.take(shard.resident_bytes())
+        self.units[unit] = shard
+
+    def save(self, unit: UnitId, path: str, regions: tuple[Region, ...]) -> list[Piece]:
+        """Write boxes of a shard to a file; returns what is in it once it is on disk."""
+        self.faults.at("save")
+        return write_boxes(Path(path), self.units[unit], regions)
 
     def drop(self, unit: UnitId, *, park: bool = False) -> None:
         """Let go of a shard and its memory; parked, its state moves to host memory."""
@@ -240,7 +255,7 @@ class Seat:
             self._transfers[op].meet(ways, self.store)
             # After the meeting: a seat that fails here breaks the group, so that no peer waits.
             self.faults.at("transfer")
-            return self._transfers[op].transfer(ways)
+            return self._transfers[op].transfer(ways, self.faults.spoils)
         except BaseException:
             self._transfers[op].release()
             raise
@@ -261,11 +276,14 @@ class Seat:
             self.units.pop(unit, None)
         if part.target is not None and shard is not None:
             self.units[part.target] = shard
+        self._committed.add(op)
         return self.memory()
 
     def release(self, op: str) -> None:
         """Last phase: nothing of the transfer is left."""
+        self.faults.at("release")
         self._transfers.pop(op).release()
+        self._committed.discard(op)
         self._free()
 
     def abandon(self, op: str) -> None:
@@ -327,6 +345,29 @@ class Seat:
             self.unlink(unit)
             raise
 
+    # --- Drivers --------------------------------------------------------------------------------
+
+    def adopted(self, name: str) -> None:
+        """Serve another driver: groups of the one before are closed, new ones bear its name."""
+        for unit in list(self._groups):
+            self.unlink(unit)
+        for lane in list(self._lanes):
+            self.close_lane(lane)
+        self.store = torch.distributed.PrefixStore(name, self._shared)
+        self.faults = Faults(self.accountant)
+
+    def inventory(self) -> Inventory:
+        """Say what is here."""
+
+        def held(shards: Mapping[UnitId, UnitShard]) -> dict[UnitId, Held]:
+            return {
+                unit: Held(shard.layout, shard.local_rank, int(shard.counters["step"]))
+                for unit, shard in shards.items()
+            }
+
+        transfers = {op: op in self._committed for op in self._transfers}
+        return Inventory(held(self.units), held(self.parked), transfers)
+
     # --- Faults -------------------------------------------------------------------------------
 
     def fail_at(self, phase: str, kind: FaultKind) -> None:
@@ -343,7 +384,7 @@ class Seat:
             self.drop(unit)
         self.parked.clear()
         self.accountant = Accountant()
-        self.faults = Faults()
+        self.faults = Faults(self.accountant)
 
     def hello(self) -> int:
         """Answer with the process id: the seat is up."""
@@ -355,40 +396,13 @@ class Seat:
             torch.cuda.empty_cache()
 
 
-def serve(connection: Connection) -> None:
-    """Run calls until the driver says goodbye or is gone. The first message is the settings."""
-    settings: SeatSettings = receive(connection)
-    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-    seat: Seat | None = None
-    threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
-    while (call := calls.get()) is not None:
-        start = time.perf_counter()
-        value, failure = None, None
-        try:
-            if seat is None:
-                seat = Seat(settings)
-                gc.freeze()  # what the imports made stays; collections need not look at it
-            method = getattr(seat, call.method, None)
-            if method is None or call.method.startswith("_"):
-                raise NereusError(f"a seat has no method {call.method!r}.")
-            value = method(**call.kwargs)
-        except Exception as error:
-            failure = Failure.of(error)
-        send_value(connection, Reply(call.id, value, failure, time.perf_counter() - start))
+def once(settings: SeatSettings) -> Callable[[], Seat]:
+    """Return a function that makes the seat when first called, and returns it."""
 
+    @functools.cache
+    def made() -> Seat:
+        seat = Seat(settings)
+        gc.freeze()  # what the imports made stays; collections need not look at it
+        return seat
 
-def _read(connection: Connection, calls: queue.SimpleQueue[Call | None]) -> None:
-    try:
-        while True:
-            call = receive(connection)
-            calls.put(call)
-            if call is None:
-                return
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
-    # Threads of torch may still hold connections of peers that are gone: do not wait for them.
-    os._exit(0)
+    return made

@@ -15,7 +15,7 @@ import torch
 from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.crossing import Crossing, Digests
 from nereus_adapters.torch.engine import Group, UnitShard, make_group
-from nereus_adapters.torch.exchange import Locate
+from nereus_adapters.torch.exchange import Locate, Spoils
 from nereus_adapters.torch.values import Offer, Region, SeatPart, Ways
 from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
@@ -89,7 +89,7 @@ class Transfer:
                 store, meeting.name, meeting.rank, meeting.size, self._device, meeting.timeout_s
             )
 
-    def transfer(self, ways: Ways) -> Digests:
+    def transfer(self, ways: Ways, spoils: Spoils = lambda: False) -> Digests:
         """Copy what lies on this seat in a unit that stays; get the rest from other seats.
 
         Returns:
@@ -100,7 +100,7 @@ class Transfer:
                 for slot in self.part.slots:
                     if (slot, name) in self._fresh:
                         self._write(slot, name, box).copy_(self._read(slot, name, box))
-            return self._crossing.cross(ways, self._group)
+            return self._crossing.cross(ways, self._group, spoils)
 
     def verify(self, left: Digests) -> None:
         """Raise Garbled when something arrived changed."""

@@ -28,8 +28,8 @@ class SeatSettings:
     """Torch device: ``cpu`` or ``cuda:0`` ..."""
     threads: int
     """Of torch, inside the seat."""
-    store_host: str
-    store_port: int
+    store: str
+    """Address of the store on which seats find one another, see `store.open_store`."""
     connect_s: float
     """Longest wait for the store."""
 
@@ -163,3 +163,23 @@ class Memory:
 
     resident_bytes: int
     peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A shard as its seat knows it."""
+
+    layout: Layout
+    local_rank: int
+    step: int
+    """Optimizer steps done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a seat holds, for a driver that takes it over."""
+
+    units: Mapping[UnitId, Held]
+    parked: Mapping[UnitId, Held]
+    transfers: Mapping[str, bool]
+    """Those under way -> whether this seat has committed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 
 import torch
-
 from paths.role import Role
 
 PIECE = 64 * 2**20
@@ -38,7 +37,9 @@ def path(role: Role) -> None:
             for start in range(0, total, PIECE):
                 size = min(PIECE, total - start)
                 begin = start % (4 * PIECE)
-                into.append(torch.empty(size, dtype=torch.uint8).copy_(source[begin : begin + size]))
+                into.append(
+                    torch.empty(size, dtype=torch.uint8).copy_(source[begin : begin + size])
+                )
 
         def warm() -> None:
             for index, piece in enumerate(into):

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import xxhash
+from paths.role import Role
 
 from nereus_adapters.torch.accountant import HUGE_PAGES
 from nereus_adapters.torch.engine import Group, make_group
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.state import TRAIN_SLOTS, unit_shards
-from paths.role import Role
 
 TIMEOUT_S = 300.0
 Seat = tuple[Layout, int] | None
@@ -175,9 +175,7 @@ def _work(
                 assert role is not None
                 move(role)
                 peak = _resident("VmHWM") - before
-                end.send(
-                    {"moved_bytes": role.moved_bytes, "peak_bytes": peak, "marks": role.marks}
-                )
+                end.send({"moved_bytes": role.moved_bytes, "peak_bytes": peak, "marks": role.marks})
                 continue
             elif message[0] == "check":
                 assert role is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed.checkpoint as dcp
-
 from paths.role import Role
 
 

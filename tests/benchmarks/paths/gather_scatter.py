@@ -10,7 +10,6 @@ its new shard consists of, whether it was there before or not.
 from __future__ import annotations
 
 import torch
-
 from paths.role import Role
 
 

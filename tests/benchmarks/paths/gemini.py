@@ -10,7 +10,6 @@ of this boundary. The restart of the training processes, which Gemini also pays,
 from __future__ import annotations
 
 import torch
-
 from paths.role import Role
 
 CHUNK = 32 * 2**20 // 4  # elements; the paper splits checkpoints into chunks to fit its buffers

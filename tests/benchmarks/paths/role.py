@@ -63,4 +63,3 @@ class Role:
         do()
         self.group.barrier()
         self.marks[name] = round(time.perf_counter() - begin_s, 4)
-

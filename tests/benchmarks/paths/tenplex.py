@@ -15,7 +15,6 @@ from http.client import HTTPConnection
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
-
 from paths.role import Role
 
 PIECE = 1 << 20

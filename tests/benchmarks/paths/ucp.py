@@ -11,7 +11,6 @@ job's processes, which UCP also needs, is left out.
 from __future__ import annotations
 
 import torch
-
 from paths.role import Role
 
 FILES = {"param": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
