@@ -212,6 +212,8 @@ class Sequencer:
         if not lone:
             return found
         pool = self._draft.pool(self._nodes[lone[0]].stage)
+        if not pool:
+            return None
         start = lone[0] % len(pool)  # others than those that the readers before were given
         others = (u for u in (*pool[start:], *pool[:start]) if u is not gone and self._stands(u))
         open_to = list(islice(others, len(lone)))
@@ -263,7 +265,7 @@ class Sequencer:
                 node.staging_bytes = self._room.left(node)
                 return i
         for i, node in enumerate(self._nodes):
-            if node.destroys and not self._taken[i] and self._may_go(i) and there(node):
+            if self._may_go(i) and there(node):
                 self._let_go(i)
                 return i
         for i, node in enumerate(self._nodes):
@@ -275,6 +277,9 @@ class Sequencer:
         raise self._room.refuse(self._nodes[first], device, str(self._nodes[first].kind))
 
     def _may_go(self, destroy: int) -> bool:
-        """Whether a Destroy waits for nothing but the readers of its unit."""
-        unit = self._nodes[destroy].ended[0]
+        """Whether a node is a Destroy that waits for nothing but the readers of its unit."""
+        node = self._nodes[destroy]
+        if not node.destroys or node.park or self._taken[destroy]:
+            return False
+        unit = node.ended[0]
         return all(unit in self._nodes[i].reads for i in self._open[destroy])
