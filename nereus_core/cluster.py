@@ -91,6 +91,8 @@ class Cluster:
     @property
     def healthy(self) -> tuple[Device, ...]:
         """Devices that have not failed, in cluster order."""
+        if not self.failed:
+            return self.devices
         return tuple(d for d in self.devices if d not in self.failed)
 
     def without(self, lost: Iterable[Device]) -> Self:

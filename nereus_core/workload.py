@@ -157,6 +157,10 @@ BFLOAT16_MIXED = Precision("bfloat16", 2, 4, 4, 4)
 PRECISIONS = {p.compute: p for p in (FLOAT64, FLOAT32, BFLOAT16_MIXED)}
 
 
+Recompute = Literal["none", "full"]
+"""Activations that a backward pass computes again: none, or all but the inputs of layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """The static facts of a running job."""
@@ -172,6 +176,11 @@ class Job:
     precision: Precision = FLOAT32
     micro_batch: int = 1
     """Sequences a unit holds in one forward/backward."""
+    num_steps: int | None = None
+    """RL steps that the job runs in all, where it has said so: no saving outlives it."""
+    recompute: Recompute = "none"
+    sharded_optimizer: bool = False
+    """Units of a train stage share its optimizer state out among themselves (ZeRO stage 1)."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""

@@ -12,8 +12,10 @@ import numpy as np
 from nereus_core.cluster import Device
 from nereus_core.cost.compute import stage_work, sync_work
 from nereus_core.cost.corrections import Between, Scale
+from nereus_core.cost.curves import Curves, curves_of
 from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
+from nereus_core.cost.kernels import prior_fractions
 from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.op_classes import FloatArray
@@ -48,6 +50,17 @@ class StageTable:
     persistent_bytes: FloatArray
     transient_bytes: FloatArray
 
+    def rows(self, start: int, end: int) -> StageTable:
+        """Return some rows as a table of their own; nothing is copied."""
+        at, o = slice(start, end), self.options
+        options = Options(
+            o.tp[at], o.pp[at], o.dp[at], o.tp_crosses[at], o.pp_crosses[at], o.dp_crosses[at]
+        )
+        return StageTable(
+            self.stage, options, self.waves[at], self.work[at], self.sync_work[at],
+            self.seconds[at], self.sync_s[at], self.persistent_bytes[at], self.transient_bytes[at],
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stages:
@@ -70,6 +83,8 @@ class CostModel:
     """With which each bound of an interval holds."""
     between: Between = field(default_factory=Between)
     scale: Scale = field(default_factory=Scale)
+    curves: Curves | None = None
+    """What is known for the job's kind of device where none is given."""
     # Kept by identity (hashing a thousand devices takes longer), with the object so that it lives.
     _tables: dict[tuple[ModelStage, int, Lengths], tuple[Placement, StageTable]] = field(
         default_factory=dict, init=False, repr=False
@@ -80,12 +95,17 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.efficiencies is _PRIOR:
-            object.__setattr__(self, "efficiencies", EfficiencyTable.prior(self.job.cluster))
+            prior = EfficiencyTable.prior(self.job.cluster, prior_fractions(self.job.cluster))
+            object.__setattr__(self, "efficiencies", prior)
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes of a device that a plan may use."""
         return int(self.job.cluster.device_spec.memory_bytes * (1 - self.headroom))
+
+    @property
+    def _curves(self) -> Curves:
+        return self.curves or curves_of(self.job.cluster.device_spec)
 
     def on(self, job: Job) -> CostModel:
         """Return the same calibration for another state of the job's cluster."""
@@ -132,7 +152,7 @@ class CostModel:
             options.tp_crosses[at], options.pp_crosses[at], options.dp_crosses[at],
         )  # fmt: skip
         job, shapes = self.job, RankShapes.of(self.job.model(stage), rows)
-        work = stage_work(job, stage, rows, shapes, lengths, waves)
+        work = stage_work(job, stage, rows, shapes, lengths, waves, self._curves)
         sync = sync_work(job, stage, rows, shapes)
         return StageTable(
             stage,
@@ -256,6 +276,10 @@ class CostModel:
             cell: math.ceil(sum(stays[s] for s in sorted(cell)) + max(runs[s] for s in cell))
             for cell in self._regions(plan)
         }
+
+    def remember(self, placement: Placement, table: StageTable, lengths: Lengths) -> None:
+        """Keep the table of one placement, priced among others, so that it is not priced again."""
+        self._tables.setdefault((table.stage, id(placement), lengths), (placement, table))
 
     def _placed(self, stage: ModelStage, placement: Placement, lengths: Lengths) -> StageTable:
         """The table of one placement; kept, because plans to compare differ in few stages."""

@@ -26,6 +26,8 @@ class Options:
     tp_crosses: BoolArray
     pp_crosses: BoolArray
     dp_crosses: BoolArray
+    dp_rails: IntArray | None = None
+    """Units of a gradient ring that share a node, where they do; None: one each."""
 
     def __len__(self) -> int:
         return len(self.tp)

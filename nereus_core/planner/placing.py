@@ -10,9 +10,11 @@ from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
 from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move
 from nereus_core.plan import Placement, Plan, plan_problems
+from nereus_core.planner.bounds import TIE
+from nereus_core.planner.choices import Choice
 from nereus_core.planner.groups import cut, packed, shape_between, shape_of
-from nereus_core.planner.search import TIE, Solution
-from nereus_core.planner.space import Choice, Space
+from nereus_core.planner.search import Solution
+from nereus_core.planner.space import Space
 
 _FEWEST_ARRANGEMENTS = 8
 _DEVICES_ARRANGED = 20_000
@@ -44,13 +46,15 @@ class Placer:
         for block, span, rows in zip(
             solution.blocks, cut(solution.sizes), solution.rows, strict=True
         ):
+            shape = shape_between(self.space.node_sizes, *span)
             for index, row in zip(block, rows, strict=True):
                 options = self.space.options[index]
                 key = (options.choice(row), span)
                 if key not in self._fresh:
                     group = self.space.devices[slice(*span)]
                     self._fresh[key] = _placed(key[0], group, None)
-                placements[options.stage] = self._fresh[key]
+                placement = placements[options.stage] = self._fresh[key]
+                self._cost.remember(placement, options.priced(row, shape), self._lengths)
         return Plan(placements)
 
     def unbounded(self, solution: Solution) -> Plan:

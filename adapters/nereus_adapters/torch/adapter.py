@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from nereus_adapters.torch import CAPABILITIES
+from nereus_adapters.torch.alike import require_alike
 from nereus_adapters.torch.engine import combine
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.move import Move
@@ -19,7 +20,9 @@ from nereus_core.errors import (
     OutOfDeviceMemory,
     PlanError,
     PrimitiveError,
+    SeatDead,
     UnitLost,
+    WaitTimeout,
 )
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation
@@ -41,6 +44,9 @@ from nereus_core.traffic import primitive_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
+Fault = Callable[[Primitive, Phase, UnitMap], None]
+"""May let something go wrong on the seats, or raise."""
+
 
 class TorchAdapter:
     """Implements `nereus_core.adapter.Adapter`.
@@ -55,6 +61,8 @@ class TorchAdapter:
         self._lock = threading.Lock()
         self._ledger = Ledger(CAPABILITIES)
         self._known: dict[UnitId, Unit] = dict(running.units)
+        self.fault: Fault | None = None
+        """Called as each phase of a primitive begins, for a harness."""
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -152,14 +160,11 @@ class TorchAdapter:
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         running = self._running
+        if self.fault is not None:
+            enter = self._struck(enter, self.fault, op, readable)
         enter(Phase.PREPARE)
         if isinstance(op, Destroy):
-            unit = readable[op.unit]
-            for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
-                enter(phase)
-            running.fleet.drop(unit, park=op.park)
-            running.fleet.replace([op.unit], (), [unit] if op.park else ())
-            enter(Phase.RELEASE)
+            self._destroy(op, readable[op.unit], enter)
             return Done()
         if isinstance(op, Extend) and not op.sources:
             return self._load(op, readable, enter)
@@ -169,7 +174,10 @@ class TorchAdapter:
         if stage is Stage.TRAIN and poorer:
             raise Infeasible(f"{op}: {poorer[0]} holds no optimizer state to copy.", op)
         if isinstance(op, Merge) and len(origin) > 1:
-            require_identical(op, self.fingerprint)
+            if len({unit.layout for unit in origin}) == 1:
+                require_alike(op, origin, running.fleet, running.settings.transfer_s)
+            else:
+                require_identical(op, self.fingerprint)
         counters = self._counters(op, origin)
         move = Move.plan(
             str(op.op_id),
@@ -211,6 +219,25 @@ class TorchAdapter:
         fleet.replace((), [unit])
         enter(Phase.RELEASE)
         return Done(*primitive_bytes(op, readable, job))
+
+    def _destroy(self, op: Destroy, unit: Unit, enter: Enter) -> None:
+        fleet = self._running.fleet
+        for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+            enter(phase)
+        try:
+            fleet.drop(unit, park=op.park)
+        except (SeatDead, WaitTimeout) as error:
+            lost = {u.id for u in fleet.reap()} & {op.unit}
+            raise UnitLost(sorted(lost), tuple(fleet.units), str(error)) from error
+        fleet.replace([op.unit], (), [unit] if op.park else ())
+        enter(Phase.RELEASE)
+
+    def _struck(self, enter: Enter, fault: Fault, op: Primitive, units: UnitMap) -> Enter:
+        def both(phase: Phase) -> None:
+            enter(phase)
+            fault(op, phase, units)
+
+        return both
 
     def _counters(self, op: Primitive, origin: tuple[Unit, ...]) -> dict[str, int | float]:
         """Return the counters of the new units: those of their source."""
