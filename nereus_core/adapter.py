@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from nereus_core.cluster import Device
 from nereus_core.observation import Observation
+from nereus_core.phases import PhaseHook
 from nereus_core.plan import Plan
 from nereus_core.primitives import Destroy, Extend, Merge, OpId, Split
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -82,6 +83,9 @@ class Adapter(Protocol):
         I10 semantics  Global batch, sample order and loss are those of the fixed layout.
         I11 version    A generating unit never serves older weights than its source.
         I12 resume     Leaving a boundary, by success or error, leaves a job that can step.
+        I13 phases     A primitive prepares, transfers, verifies, commits and releases, in that
+                       order, and says so; what is raised as one of the first four begins leaves
+                       everything as it was.
     """
 
     name: str
@@ -125,8 +129,19 @@ class Adapter(Protocol):
         """End a unit; return only when its memory is free. Raises LastUnit."""
         ...
 
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        """Tell ``on_phase`` from now on as each phase of a primitive begins; None ends that.
+
+        `Ledger.watch` does it, where the code that performs a primitive says `enter`.
+        """
+        ...
+
     def relink(self, plan: Plan) -> None:
-        """Rebuild data-parallel groups, batch partition and rollout routing for the new units."""
+        """Rebuild data-parallel groups, batch partition and rollout routing for the new units.
+
+        This is the transition's epoch switch: what the job steps on changes here, all at once. A
+        second call with the same plan changes nothing.
+        """
         ...
 
     def fingerprint(self, unit: UnitId) -> Fingerprint:

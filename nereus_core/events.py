@@ -55,7 +55,7 @@ class Decided:
 
     step: int
     trigger: str
-    """What woke the controller: ``tokens``, ``devices``, ``memory``, ``efficiency`` or ``none``."""
+    """What woke the controller: a `nereus_core.triggers.Trigger`."""
     path: str
     """``urgent``, ``opportunistic`` or ``none`` (still within delta, no search)."""
     admitted: bool
@@ -71,9 +71,17 @@ class Decided:
     horizon_steps: float | None
     decision_s: float
     runner_ups: tuple[Json, ...] = ()
-    """Plans that lost: {plan, predicted_s, reason}."""
+    """Plans that lost: {plan, predicted_s, bounds_s, reason}."""
     bounds_s: Json = field(default_factory=dict)
     """[low, high] of ``current``, ``candidate``, ``saving`` and ``transition``, where known."""
+    signal: str = ""
+    """The values that woke the controller, in words."""
+    policy: str = "payback"
+    """Which rule judged."""
+    horizon_bounds: tuple[float, ...] = ()
+    """Low and high of ``horizon_steps``."""
+    horizon_signal: str = ""
+    """What is expected to end the horizon: ``tokens``, ``devices``, ``end`` or ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,8 @@ class PrimitiveFinished:
     kept_bytes: int
     predicted_s: float | None
     error: str | None = None
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """When each phase that it entered began, by name, on the same clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,19 @@ class TransitionFinished:
     moved_bytes: int
     plan: Json
     error: str | None = None
+    epoch: int | None = None
+    """Transitions committed with this one; None where it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A controller found a transition that an earlier one had not ended."""
+
+    step: int
+    transition: str
+    outcome: str
+    """``resumed``, ``linked again``, ``old plan goes on`` or ``left as it stands``."""
+    plan: Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +151,18 @@ class DevicesChanged:
     lost: tuple[str, ...]
     returned: tuple[str, ...]
     lost_units: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InputIgnored:
+    """A part of an observation that made no sense was left out of all learning and deciding."""
+
+    step: int
+    field: str
+    value: str
+    reason: str
+    count: int
+    """So far in this run, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +182,9 @@ Event = (
     | TransitionStarted
     | PrimitiveFinished
     | TransitionFinished
+    | Recovered
     | DevicesChanged
+    | InputIgnored
     | RunFinished
 )
 _KINDS: dict[str, type[Event]] = {
@@ -159,7 +196,9 @@ _KINDS: dict[str, type[Event]] = {
         TransitionStarted,
         PrimitiveFinished,
         TransitionFinished,
+        Recovered,
         DevicesChanged,
+        InputIgnored,
         RunFinished,
     )
 }

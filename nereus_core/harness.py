@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nereus_core.adapter import Adapter
 from nereus_core.cluster import Device
+from nereus_core.phases import Phase
 from nereus_core.plan import Plan
 from nereus_core.units import UnitId
 from nereus_core.workload import Algorithm, Job, ModelStage
@@ -29,6 +30,19 @@ class Tier(StrEnum):
     """The actual framework, on CPU."""
     GPU = "gpu"
     """The actual framework on accelerators."""
+
+
+class Fault(StrEnum):
+    """What can go wrong while a primitive is performed."""
+
+    KILL = "kill"
+    """A device is gone, without notice."""
+    HANG = "hang"
+    """A device answers no more; without a device named, the primitive itself does not return."""
+    REFUSE_MEMORY = "refuse memory"
+    """An allocation is refused."""
+    CORRUPT = "corrupt"
+    """State that is on its way arrives changed: the next bucket transferred, if one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +111,17 @@ class Harness(Protocol):
 
     def fail(self, device: Device) -> None:
         """Kill what runs there, without notice."""
+        ...
+
+    def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
+        """Let a fault strike once, as a phase begins; armed before a transition.
+
+        Args:
+            fault: What goes wrong.
+            op_index: Of the primitive, in the order in which primitives begin from now on.
+            phase: As it begins.
+            device: Where; one that takes part in the primitive when None, where one is needed.
+        """
         ...
 
     def close(self) -> None:

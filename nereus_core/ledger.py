@@ -1,8 +1,8 @@
 """Ledger: what every adapter does around a primitive, whatever its framework.
 
 An adapter has one and hands it each primitive together with the function that performs it. The
-ledger refuses what may not run now, keeps primitives on common devices apart, writes the receipt,
-and gives the same receipt again when the same primitive comes again.
+ledger refuses what may not run now, keeps primitives on common devices apart, tells who watches of
+each phase, writes the receipt, and gives it again when the same primitive comes again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from nereus_core.errors import (
     Unsupported,
 )
 from nereus_core.layout import check_layout
+from nereus_core.phases import Enter, Phase, PhaseHook
 from nereus_core.primitives import (
+    Extend,
     Merge,
     OpId,
     Primitive,
@@ -95,20 +97,26 @@ class Ledger:
         self._lock = threading.RLock()
         self._receipts: dict[OpId, tuple[Primitive, Receipt]] = {}
         self._at_work: dict[OpId, frozenset[Device]] = {}
+        self._on_phase: PhaseHook | None = None
+
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        """Tell ``on_phase`` as each phase begins; behind `Adapter.watch`."""
+        self._on_phase = on_phase
 
     def perform(
         self,
         op: Primitive,
         standing: Callable[[], Standing],
-        do: Callable[[Primitive, UnitMap], Done],
+        do: Callable[[Primitive, UnitMap, Enter], Done],
     ) -> Receipt:
         """Perform a primitive once.
 
         Args:
             op: The primitive.
             standing: Says how the job stands; not called when ``op`` has its receipt already.
-            do: Does it, given the units that state can be read from; what it raises leaves no
-                receipt, so that the same op may be tried again.
+            do: Does it, given the units that state can be read from, and says ``enter(phase)`` as
+                each phase begins. What it raises leaves no receipt, so that the same op may be
+                tried again.
 
         Raises:
             Unsupported: not declared.
@@ -132,9 +140,20 @@ class Ledger:
             _admit(op, now)
             self._require_free(op, touched(op, units))
             self._at_work[op.op_id] = touched(op, units)
+        late: list[BaseException] = []
+
+        def enter(phase: Phase) -> None:
+            try:
+                if self._on_phase is not None:
+                    self._on_phase(op, phase)
+            except BaseException as error:
+                if phase.may_abort:
+                    raise
+                late.append(error)
+
         try:
             start_s = self._clock()
-            done = do(op, units)
+            done = do(op, units, enter)
             receipt = Receipt(
                 op_id=op.op_id,
                 created=created(op),
@@ -148,6 +167,8 @@ class Ledger:
             )
             with self._lock:
                 self._receipts[op.op_id] = (op, receipt)
+            if late:  # units have changed: the receipt had to be written first
+                raise late[0]
             return receipt
         except PrimitiveError as error:
             error.op = error.op or op
@@ -183,6 +204,8 @@ def _admit(op: Primitive, now: Standing) -> None:
     if lost := [u for u in named if u in now.lost or u in now.parked]:
         raise UnitLost(lost, tuple(now.alive), "a device failed")
     check(op, now.alive, now.parked)
+    if isinstance(op, Extend) and not op.sources and not now.job.workload.node(stage).origin:
+        raise Infeasible(f"{op}: {stage} has no origin; name units to read.", op)
     for unit in created(op):
         if dead := sorted(set(unit.devices) & failed):
             raise Infeasible(f"{op}: {dead[0]} has failed.", op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,15 @@ class TokenStats:
         )
 
 
+def clip_ratio(counts: Sequence[int], limit: int) -> float | None:
+    """Part of the responses that are as long as allowed, so perhaps cut off; None without any.
+
+    >>> clip_ratio([3, 8, 8, 5], 8)
+    0.5
+    """
+    return sum(n >= limit for n in counts) / len(counts) if counts else None
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What was seen since the last call; all of it from the job's own clocks and counters."""
@@ -65,3 +74,5 @@ class Observation:
     """Achieved / peak in (0, 1] per operation class, where the backend measures it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The job's own figures (loss, reward, ...), for the report."""
+    clip_ratio: float | None = None
+    """Part of the responses that reached the longest length allowed; None where not known."""

@@ -19,6 +19,7 @@ from nereus_core.errors import OutOfDeviceMemory, Unsupported, WrongHandle
 from nereus_core.hookspecs import hookimpl
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation, TokenStats
+from nereus_core.phases import Enter, Phase, PhaseHook
 from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
@@ -107,6 +108,9 @@ class ToyAdapter:
     def destroy(self, op: Destroy) -> Receipt:
         return self._perform(op)
 
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        self._ledger.watch(on_phase)
+
     def relink(self, plan: Plan) -> None:
         self._parked.clear()  # a toy trainer shares its batch among whatever replicas there are
 
@@ -125,25 +129,32 @@ class ToyAdapter:
         gate, parked = self._trainer.gate, UnitMap(r.unit for r in self._parked.values())
         return Standing(self.job(), self.units(), gate.held, gate.inside, parked)
 
-    def _do(self, op: Primitive, units: UnitMap) -> Done:
+    def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         replicas = self._trainer.replicas
+        enter(Phase.PREPARE)
         self._check_room(op)
         if isinstance(op, Merge):
             require_identical(op, self.fingerprint)
         origin = [replicas.get(u) or self._parked[u] for u in sources(op)]
-        new = [origin[0].copy(unit) for unit in created(op)]
-        for unit in ended(op):
-            replica = replicas.pop(unit)
-            if isinstance(op, Destroy) and op.park:
-                self._parked[unit] = replica
+        enter(Phase.TRANSFER)
+        load = self._trainer.loaded  # what never changes can be loaded again
+        new = [origin[0].copy(unit) if origin else load(unit) for unit in created(op)]
+        enter(Phase.VERIFY)  # a copy in one process is what was copied
+        enter(Phase.COMMIT)
+        gone = [replicas.pop(unit) for unit in ended(op)]
         replicas.update({replica.unit.id: replica for replica in new})
+        enter(Phase.RELEASE)
+        if isinstance(op, Destroy) and op.park:
+            self._parked[op.unit] = gone[0]
         return Done(*primitive_bytes(op, units, self.job()))
 
     def _check_room(self, op: Primitive) -> None:
         toy, capacity = self._trainer, self.job().cluster.device_spec.memory_bytes
+        staging = op.staging_bytes if isinstance(op, Split | Merge) else None
         for unit in created(op):
             for device, need in toy.shard_bytes(unit).items():
                 left = capacity - toy.memory_bytes(device)
+                need = need if staging is None else min(need, staging)
                 if need > left:
                     raise OutOfDeviceMemory(str(op), device, need, left)
 

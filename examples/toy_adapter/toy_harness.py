@@ -12,8 +12,9 @@ from toy_framework import WAIT_S, ToyTrainer
 
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
-from nereus_core.harness import Array, StepResult, Tier
+from nereus_core.harness import Array, Fault, StepResult, Tier
 from nereus_core.model import ModelSpec
+from nereus_core.phases import Phase
 from nereus_core.plan import Plan
 from nereus_core.units import UnitId
 from nereus_core.workload import ALGORITHMS, FLOAT64, Algorithm, Job, ModelStage
@@ -63,6 +64,9 @@ class ToyHarness:
 
     def fail(self, device: Device) -> None:
         raise NotImplementedError("toy devices do not fail: UNIT_LOSS is declared unsupported")
+
+    def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
+        raise NotImplementedError("toy devices have no faults: UNIT_LOSS is declared unsupported")
 
     def close(self) -> None:
         pass

@@ -61,8 +61,8 @@ def sync_work(job: Job, stage: ModelStage, options: Options, shapes: RankShapes)
     """
     work = Work(len(options))
     if job.workload.node(stage).weights_from is not None:
-        nodes = {d.node for d in job.cluster.healthy}
-        crosses = np.full(len(options), len(nodes) > 1)
+        devices = job.cluster.healthy
+        crosses = np.full(len(options), any(d.node != devices[0].node for d in devices))
         size_bytes = shapes.params * job.precision.param_bytes
         add_p2p(work, job.cluster, crosses, size_bytes, 1.0)
     return work.table

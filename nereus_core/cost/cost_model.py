@@ -50,6 +50,17 @@ class StageTable:
     persistent_bytes: FloatArray
     transient_bytes: FloatArray
 
+    def rows(self, start: int, end: int) -> StageTable:
+        """Return some rows as a table of their own; nothing is copied."""
+        at, o = slice(start, end), self.options
+        options = Options(
+            o.tp[at], o.pp[at], o.dp[at], o.tp_crosses[at], o.pp_crosses[at], o.dp_crosses[at]
+        )
+        return StageTable(
+            self.stage, options, self.waves[at], self.work[at], self.sync_work[at],
+            self.seconds[at], self.sync_s[at], self.persistent_bytes[at], self.transient_bytes[at],
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stages:
@@ -265,6 +276,10 @@ class CostModel:
             cell: math.ceil(sum(stays[s] for s in sorted(cell)) + max(runs[s] for s in cell))
             for cell in self._regions(plan)
         }
+
+    def remember(self, placement: Placement, table: StageTable, lengths: Lengths) -> None:
+        """Keep the table of one placement, priced among others, so that it is not priced again."""
+        self._tables.setdefault((table.stage, id(placement), lengths), (placement, table))
 
     def _placed(self, stage: ModelStage, placement: Placement, lengths: Lengths) -> StageTable:
         """The table of one placement; kept, because plans to compare differ in few stages."""

@@ -8,6 +8,7 @@ counted in the bytes of those arrays.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -56,13 +57,43 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class Seal:
+    """A part as it was sent, to be compared with what has arrived."""
+
+    store: Store
+    slot: Slot
+    tensor: str
+    place: tuple[slice, ...]
+    checksum: int
+
+    def broken(self) -> str | None:
+        """Name the part when what has arrived is not what was sent."""
+        arrived = self.store.arrays[self.slot, self.tensor][self.place]
+        same = _checksum(arrived) == self.checksum
+        return None if same else f"{self.slot}/{self.tensor} on {self.store.device}"
+
+
+def _checksum(part: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(part).tobytes())
+
+
+@dataclass(frozen=True, slots=True)
 class Carried:
     """What one set of routes moved."""
 
-    moved_bytes: int
-    kept_bytes: int
-    seconds: float
+    moved_bytes: int = 0
+    kept_bytes: int = 0
+    seconds: float = 0.0
     """By the links: the busiest device's bytes over its bandwidth, plus a latency per message."""
+    seals: tuple[Seal, ...] = ()
+
+    def __add__(self, other: Carried) -> Carried:
+        return Carried(
+            self.moved_bytes + other.moved_bytes,
+            self.kept_bytes + other.kept_bytes,
+            self.seconds + other.seconds,
+            self.seals + other.seals,
+        )
 
 
 class World:
@@ -76,6 +107,7 @@ class World:
         self._draining: frozenset[Device] = frozenset()
         self._lock = threading.RLock()
         self._faults: list[tuple[Callable[[str], bool], Callable[[], None]]] = []
+        self._corrupt = False
 
     # --- Health -------------------------------------------------------------------------------
 
@@ -135,6 +167,11 @@ class World:
             for residents in self._resident.values():
                 residents.pop(holder, None)
 
+    def held_bytes(self, holder: object) -> dict[Device, int]:
+        """Bytes that a holder has taken, by device."""
+        with self._lock:
+            return {d: r[holder] for d, r in self._resident.items() if holder in r}
+
     def used_bytes(self, device: Device) -> int:
         """Bytes taken on a device now."""
         with self._lock:
@@ -159,8 +196,8 @@ class World:
     def inject(self, when: Callable[[str], bool], then: Callable[[], None]) -> None:
         """Run ``then`` once, at the first moment whose name satisfies ``when``.
 
-        Moments are named by what is about to happen: ``split actor/train#0 -> ...``, ``carry ...``.
-        ``then`` may fail devices or raise.
+        Moments are named by what is about to happen: ``carry TENSOR SOURCE -> TARGET``. ``then``
+        may fail devices or raise.
         """
         with self._lock:
             self._faults.append((when, then))
@@ -173,6 +210,10 @@ class World:
         for _, then in due:
             then()
 
+    def corrupt_next(self) -> None:
+        """Let the next part that is carried arrive changed."""
+        self._corrupt = True
+
     # --- Links --------------------------------------------------------------------------------
 
     def carry(
@@ -182,7 +223,7 @@ class World:
         sources: Mapping[Device, Store],
         targets: Mapping[Device, Store],
     ) -> Carried:
-        """Copy boxes from store to store; each slot takes the same routes.
+        """Copy boxes from store to store, sealed; each slot takes the same routes.
 
         Raises:
             SeatDead: an end of a route has failed.
@@ -190,7 +231,7 @@ class World:
         moved = kept = 0
         through: dict[Device, int] = defaultdict(int)
         messages: dict[Device, int] = defaultdict(int)
-        ordered = tuple(slots)
+        ordered, seals = tuple(slots), list[Seal]()
         for route in routes:
             self.moment(f"carry {route.tensor} {route.source} -> {route.target}")
             self.alive((route.source, route.target), f"the transfer of {route.tensor}")
@@ -199,7 +240,11 @@ class World:
             place = route.box.within(target.shard[route.tensor])
             for slot in ordered:
                 part = source.arrays[slot, route.tensor][inside]
+                seals.append(Seal(target, slot, route.tensor, place, _checksum(part)))
                 target.arrays[slot, route.tensor][place] = part
+                if self._corrupt:
+                    self._corrupt = False
+                    target.arrays[slot, route.tensor][place] += 1
                 if route.is_local:
                     kept += part.nbytes
                 else:
@@ -213,4 +258,4 @@ class World:
             default=0.0,
         )
         self.clock.spend(seconds)
-        return Carried(moved, kept, seconds)
+        return Carried(moved, kept, seconds, tuple(seals))

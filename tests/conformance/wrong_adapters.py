@@ -37,7 +37,7 @@ class LosesAChild(SimAdapter):
     def split(self, op: Split) -> Receipt:
         receipt = super().split(op)
         if op.parent.model_stage.stage is Stage.INFER and len(op.into) > 1:
-            self._running.commit([op.into[-1].id], [])
+            self._running.switch([op.into[-1].id], [])
         return receipt
 
 
@@ -73,7 +73,7 @@ class HalfMerges(SimAdapter):
         try:
             return super().merge(op)
         except Diverged:
-            self._running.commit([op.parents[-1]], [])
+            self._running.switch([op.parents[-1]], [])
             raise
 
 

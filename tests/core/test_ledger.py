@@ -40,7 +40,7 @@ STANDING = Standing(JOB, PAIR, frozenset({ACTOR_TRAIN}))
 GROW = Extend(OpId("grow"), (train(0, D[0]).id,), train(2, D[2]))
 
 
-def never(op, units):
+def never(op, units, enter):
     raise AssertionError(f"{op} was performed")
 
 
@@ -48,7 +48,7 @@ def test_a_primitive_is_performed_once_and_its_receipt_says_what_was_done():
     now_s = iter([2.0, 5.0])
     ledger, calls = Ledger(Capabilities.everything(), clock=lambda: next(now_s)), []
 
-    def do(op, units):
+    def do(op, units, enter):
         calls.append((op, units))
         return Done(7, 8, {D[2]: 9})
 
@@ -69,14 +69,16 @@ def test_a_primitive_is_performed_once_and_its_receipt_says_what_was_done():
 def test_what_failed_has_no_receipt_and_may_be_tried_again():
     ledger = Ledger(Capabilities.everything())
 
-    def fail(op, units):
+    def fail(op, units, enter):
         raise Infeasible("no room")
 
     with pytest.raises(Infeasible) as raised:
         ledger.perform(GROW, lambda: STANDING, fail)
 
     assert raised.value.op is GROW
-    assert ledger.perform(GROW, lambda: STANDING, lambda op, units: Done()).op_id == GROW.op_id
+    assert (
+        ledger.perform(GROW, lambda: STANDING, lambda op, units, enter: Done()).op_id == GROW.op_id
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_a_parked_unit_is_read_until_a_device_of_it_fails():
     read = []
     ledger = Ledger(Capabilities.everything())
 
-    ledger.perform(GROW, lambda: standing, lambda op, units: read.append(units) or Done())
+    ledger.perform(GROW, lambda: standing, lambda op, units, enter: read.append(units) or Done())
 
     assert read == [PAIR]
     late = replace(GROW, op_id=OpId("late"))
@@ -139,7 +141,7 @@ def test_what_is_not_declared_is_refused_with_the_declared_reason():
         with pytest.raises(Unsupported, match=reason):
             ledger.perform(GROW, lambda: STANDING, never)
     assert Ledger(newer, backend_version="2.0").perform(
-        GROW, lambda: STANDING, lambda op, units: Done()
+        GROW, lambda: STANDING, lambda op, units, enter: Done()
     )
 
 
@@ -147,7 +149,7 @@ def test_primitives_overlap_in_time_only_on_disjoint_devices():
     ledger = Ledger(Capabilities.everything())
     entered, leave = threading.Event(), threading.Event()
 
-    def hold(op, units):
+    def hold(op, units, enter):
         entered.set()
         assert leave.wait(10.0)
         return Done()
@@ -160,12 +162,12 @@ def test_primitives_overlap_in_time_only_on_disjoint_devices():
         with pytest.raises(DevicesBusy, match=r"grow \(in progress\)"):
             ledger.perform(same_source, lambda: STANDING, never)
         disjoint = Extend(OpId("disjoint"), (train(1, D[1]).id,), train(4, D[3]))
-        ledger.perform(disjoint, lambda: STANDING, lambda op, units: Done())
+        ledger.perform(disjoint, lambda: STANDING, lambda op, units, enter: Done())
     finally:
         leave.set()
         thread.join(10.0)
     after = Extend(OpId("after"), GROW.sources, train(5, D[3]))
-    ledger.perform(after, lambda: STANDING, lambda op, units: Done())
+    ledger.perform(after, lambda: STANDING, lambda op, units, enter: Done())
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from nereus_core.adapter import Boundary, Fingerprint, Receipt
 from nereus_core.cost.transition import shared_elements
 from nereus_core.errors import NotAtBoundary, UnitLost
 from nereus_core.observation import Observation, TokenStats
+from nereus_core.phases import Phase
 from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
@@ -57,7 +58,7 @@ def units_of(plan: Plan) -> UnitMap:
 
 
 class MemoryAdapter:
-    """Implements `nereus_core.adapter.Adapter`; ``fault`` may raise before a primitive commits."""
+    """Implements `nereus_core.adapter.Adapter`; ``fault(op, phase)`` may raise or wait."""
 
     name = "memory"
 
@@ -69,6 +70,7 @@ class MemoryAdapter:
         self.held: frozenset | None = frozenset(job.workload.stages)
         """Stages of the open boundary; a test that needs no boundary leaves all held."""
         self.fault: Callable | None = fault
+        self.on_phase: Callable | None = None
         self.log: list[tuple[str, object]] = []
         self.most_at_once = 0
         self.plan_linked: Plan | None = None
@@ -80,13 +82,16 @@ class MemoryAdapter:
         self.with_state = with_state
         if with_state:
             for unit in self._units.values():
-                whole = self._whole(unit)
-                for rank, shard in enumerate(unit_shards(job.model(unit.model_stage), unit.layout)):
-                    self.state[unit.id, rank] = {
-                        (slot, name): whole[slot, name][_at(box)].copy()
-                        for name, box in shard.items()
-                        for slot in slots_of(unit.model_stage.stage)
-                    }
+                self._start(unit)
+
+    def _start(self, unit):
+        whole, model = self._whole(unit), self._job.model(unit.model_stage)
+        for rank, shard in enumerate(unit_shards(model, unit.layout)):
+            self.state[unit.id, rank] = {
+                (slot, name): whole[slot, name][_at(box)].copy()
+                for name, box in shard.items()
+                for slot in slots_of(unit.model_stage.stage)
+            }
 
     def _whole(self, unit):
         seed = sum(map(ord, unit.model_stage.model))
@@ -122,6 +127,15 @@ class MemoryAdapter:
         finally:
             self.held = before
             self.log.append(("resume", None))
+
+    def watch(self, on_phase):
+        self.on_phase = on_phase
+
+    def _enter(self, op, phase):
+        if self.on_phase:
+            self.on_phase(op, phase)
+        if self.fault:
+            self.fault(op, phase)
 
     def relink(self, plan):
         self.log.append(("relink", plan))
@@ -173,8 +187,6 @@ class MemoryAdapter:
                 return self._receipts[op.op_id]
             if self.held is None or model_stage_of(op) not in self.held:
                 raise NotAtBoundary(str(op), op)
-            if self.fault:
-                self.fault(op, "start")
             check(op, self.units(), self.parked)
             devices = touched(op, atlas)
             for other, busy in self._running.items():
@@ -187,12 +199,14 @@ class MemoryAdapter:
             self.most_at_once = max(self.most_at_once, len(self._running))
             spins = self._random.randrange(20)
         try:
-            for _ in range(spins):
-                time.sleep(0)  # lets another primitive run; no time passes
+            for phase in (Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+                self._enter(op, phase)
+                for _ in range(spins):
+                    time.sleep(0)  # lets another primitive run; no time passes
             with self._lock:
-                if self.fault:
-                    self.fault(op, "commit")
-                return self._commit(op, atlas)
+                receipt = self._commit(op, atlas)
+            self._enter(op, Phase.RELEASE)
+            return receipt
         finally:
             with self._lock:
                 del self._running[op.op_id]
@@ -202,7 +216,12 @@ class MemoryAdapter:
         model, stage = self._job.model(model_stage_of(op)), model_stage_of(op)
         senders = [atlas[u] for u in sources(op)]
         moved = total = 0
-        if created(op) and not self.with_state:
+        if isinstance(op, Extend) and not op.sources:
+            assert self._job.workload.node(stage).origin
+            moved = total = _counted(model, (), created(op))[1]
+            if self.with_state:
+                self._start(op.unit)
+        elif created(op) and not self.with_state:
             moved, total = _counted(model, senders, created(op))
         elif created(op):
             after = [pair for u in created(op) for pair in placed(model, u.layout, u.devices)]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from nereus_adapters.sim import CAPABILITIES
 from nereus_core.adapter import Boundary, Fingerprint, Receipt
-from nereus_core.errors import PrimitiveError, UnitLost
+from nereus_core.cluster import Device
+from nereus_core.errors import PrimitiveError, StateDiffers, UnitLost
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation
+from nereus_core.phases import Enter, Phase, PhaseHook
 from nereus_core.plan import Plan, check_plan
 from nereus_core.primitives import (
     Destroy,
@@ -48,6 +50,8 @@ class SimAdapter:
         self._lock = threading.RLock()
         self._ledger = Ledger(CAPABILITIES, clock=running.world.clock.now_s)
         self._parked: dict[UnitId, Live] = {}
+        self.fault: Callable[[Primitive, Phase, frozenset[Device]], None] | None = None
+        """Called as a phase begins on some devices; what it does is a fault of theirs."""
 
     # --- Reading --------------------------------------------------------------------------------
 
@@ -106,6 +110,10 @@ class SimAdapter:
         """A unit ends, or goes to host memory."""
         return self._once(op)
 
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        """Tell of phases."""
+        self._ledger.watch(on_phase)
+
     def close(self) -> None:
         """Hold nothing: the job is not the adapter's."""
 
@@ -125,48 +133,62 @@ class SimAdapter:
             lost=running.lost,
         )
 
-    def _do(self, op: Primitive, units: UnitMap) -> Done:
+    def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         job = self._running
-        job.world.moment(str(op))
+
+        def begin(phase: Phase) -> None:
+            enter(phase)
+            if self.fault is not None:
+                self.fault(op, phase, touched(op, units))
+
+        staging = op.staging_bytes if isinstance(op, Split | Merge) else None
         origin = [self._find(u) for u in sources(op)]
-        if isinstance(op, Merge):
-            require_identical(op, self.fingerprint)
         before = {d: job.world.used_bytes(d) for d in touched(op, units)}
         fresh: list[Live] = []
-        moved = kept = 0
         try:
+            begin(Phase.PREPARE)
+            if isinstance(op, Merge):
+                require_identical(op, self.fingerprint)
             for unit in created(op):
                 # one by one: what was prepared before a refusal is discarded below
-                fresh.append(job.prepare(unit))  # noqa: PERF401
-            for live in fresh:
-                carried = self._carry(origin, live)
-                moved, kept = moved + carried.moved_bytes, kept + carried.kept_bytes
-                self._verify(live, op)
-            job.world.alive(
-                sorted({d for live in fresh for d in live.unit.devices}), f"the end of {op}"
-            )
+                fresh.append(job.prepare(unit, staging))  # noqa: PERF401
+            begin(Phase.TRANSFER)
+            carried = sum((self._carry(origin, live) for live in fresh), Carried())
+            begin(Phase.VERIFY)
+            self._verify(op, fresh, carried)
             peaks = {d: max(before[d], job.world.used_bytes(d)) for d in before}
-            if isinstance(op, Destroy):
-                kept += self._end(op)
-            job.commit(ended(op), fresh)
+            begin(Phase.COMMIT)
+            parked_bytes = self._end(op) if isinstance(op, Destroy) else 0
+            gone = job.switch(ended(op), fresh)
         except BaseException as error:
             for live in fresh:
                 job.discard(live)
             self._raise_lost(op, units, error)
             raise
-        return Done(moved, kept, peaks)
+        begin(Phase.RELEASE)
+        for live in gone:
+            job.discard(live)
+        for live in fresh:
+            job.settle(live)
+        return Done(carried.moved_bytes, carried.kept_bytes + parked_bytes, peaks)
 
     def _carry(self, origin: Sequence[Live], live: Live) -> Carried:
-        """Copy state and counters."""
+        """Copy state and counters; without an origin among units, load what it starts with."""
+        if not origin:
+            return self._running.load(live)
         carried = self._running.carry(origin, live, slots_of(live.unit.model_stage.stage))
         for name in live.counters:
             live.counters[name] = origin[0].counters[name]
         return carried
 
-    def _verify(self, live: Live, op: Primitive) -> None:
-        for store in live.stores:
+    def _verify(self, op: Primitive, fresh: Sequence[Live], carried: Carried) -> None:
+        """Raise unless all state has arrived, as it was sent."""
+        for store in (store for live in fresh for store in live.stores):
             if holes := store.holes():
                 raise PrimitiveError(f"{op}: no state reached {holes[0]} on {store.device}.", op)
+        for seal in carried.seals:
+            if part := seal.broken():
+                raise StateDiffers(op, part, "another checksum", "the checksum it was sent with")
 
     def _end(self, op: Destroy) -> int:
         """Hand on what a unit was doing; parked, keep its shards. Returns bytes kept."""

@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager
 from nereus_adapters.sim.adapter import SimAdapter, logical
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
-from nereus_core.harness import StepResult, Tier
+from nereus_core.harness import Fault, StepResult, Tier
 from nereus_core.model import ModelSpec
+from nereus_core.phases import Phase
 from nereus_core.plan import Plan
+from nereus_core.sim.faults import Strike
 from nereus_core.sim.job import SimJob
 from nereus_core.sim.pace import Script
 from nereus_core.sim.world import Array
@@ -33,6 +35,8 @@ class SimHarness:
 
     def __init__(self) -> None:
         self._running: SimJob | None = None
+        self._adapter: SimAdapter | None = None
+        self._strike: Strike | None = None
 
     def job(self, algorithm: Algorithm = "grpo") -> Job:
         """One node of four devices, a model of ten thousand parameters, a batch of eight."""
@@ -49,9 +53,11 @@ class SimHarness:
 
     def launch(self, job: Job, plan: Plan) -> SimAdapter:
         """Start a job with seed 0."""
+        self.close()
         script = Script(seed=0, response_tokens=lambda step: 16.0 + step)
         self._running = SimJob(job, plan, script=script, wait_s=self.wait_s)
-        return SimAdapter(self._running)
+        self._adapter = SimAdapter(self._running)
+        return self._adapter
 
     @property
     def running_job(self) -> SimJob:
@@ -88,6 +94,15 @@ class SimHarness:
         """Lose a device."""
         self.running_job.fail(device)
 
+    def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
+        """Arm a fault."""
+        job = self.running_job
+        assert self._adapter is not None
+        self._strike = Strike(job, fault, op_index, phase, device)
+        self._adapter.fault = self._strike.at
+
     def close(self) -> None:
-        """Forget the job."""
-        self._running = None
+        """Forget the job, and let go of what hangs."""
+        if self._strike is not None:
+            self._strike.let_go()
+        self._running = self._adapter = self._strike = None

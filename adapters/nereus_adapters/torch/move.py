@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from nereus_adapters.torch.channel import Pending
+from nereus_adapters.torch.crossing import Digests
 from nereus_adapters.torch.fleet import Fleet
+from nereus_adapters.torch.reading import Unreadable
 from nereus_adapters.torch.routing import buckets, ranks
-from nereus_adapters.torch.values import Bucket, Meeting, Memory, SeatPart
+from nereus_adapters.torch.values import Bucket, Memory, Offer, SeatPart
+from nereus_adapters.torch.ways import turned, ways
 from nereus_core.cluster import Device
-from nereus_core.errors import UnitLost
+from nereus_core.errors import SeatDead, UnitLost, WaitTimeout
+from nereus_core.phases import Enter, Phase
 from nereus_core.state import Route, Slot, placed, routes
 from nereus_core.units import Unit
 
@@ -73,9 +79,14 @@ class Move:
         return found
 
     def run(
-        self, fleet: Fleet, counters: Mapping[str, int | float], bucket_bytes: int, timeout_s: float
+        self,
+        fleet: Fleet,
+        counters: Mapping[str, int | float],
+        bucket_bytes: int,
+        timeout_s: float,
+        enter: Enter,
     ) -> dict[Device, int]:
-        """Prepare, transfer, verify, commit, release.
+        """Prepare (which the caller has entered), transfer, verify, commit, release.
 
         Returns:
             Peak state bytes per device that took part.
@@ -85,14 +96,20 @@ class Move:
             Exception: what a seat raised before commit; all units are as they were.
         """
         op = f"{self.name}/{next(_attempts)}"
-        parts = self._parts(fleet, op, counters, bucket_bytes, timeout_s)
+        numbering = ranks(self.routes)
+        messages = buckets(self.routes, self.item_bytes, numbering, bucket_bytes)
+        parts = self._parts(fleet, op, counters, numbering, messages)
         try:
-            fleet.settle(
-                fleet.pool.send({d: ("prepare", {"part": p}) for d, p in parts.items()}), timeout_s
-            )
-            for phase in ("transfer", "verify"):
-                self._phase(fleet, parts, phase, op, timeout_s)
-        except Exception as error:
+            prepare: dict[Device, Mapping[str, Any]] = {d: {"part": p} for d, p in parts.items()}
+            offers: dict[Device, Offer] = self._ask(fleet, "prepare", prepare, timeout_s)
+            enter(Phase.TRANSFER)
+            left = self._cross(fleet, op, offers, numbering, messages, timeout_s)
+            enter(Phase.VERIFY)
+            expected = turned(left, numbering)
+            verify = {d: {"op": op, "left": expected.get(d, {})} for d in parts}
+            self._ask(fleet, "verify", verify, timeout_s)
+            enter(Phase.COMMIT)
+        except BaseException as error:
             self._abandon(fleet, parts, op, timeout_s)
             if lost := self._lost(fleet, parts):
                 raise UnitLost([u.id for u in lost], tuple(fleet.units), str(error)) from error
@@ -103,30 +120,62 @@ class Move:
         gone = [u for u in self.created if u not in standing]
         fleet.replace((u.id for u in self.ending), standing)
         lost_too = self._lost(fleet, parts)
+        enter(Phase.RELEASE)
         for unit in gone:
             fleet.drop(unit)
-        self._phase(fleet, {d: p for d, p in parts.items() if d in alive}, "release", op, timeout_s)
+        # A seat that ends now takes units with it, but the primitive is done: whoever looks next
+        # finds them gone.
+        with suppress(SeatDead, WaitTimeout):
+            self._ask(fleet, "release", {d: {"op": op} for d in parts if d in alive}, timeout_s)
         if gone or lost_too:
             lost_ids = sorted({u.id for u in (*gone, *lost_too)})
             raise UnitLost(lost_ids, tuple(fleet.units), f"a seat ended in commit of {self.name}")
         return peaks
+
+    def _cross(
+        self,
+        fleet: Fleet,
+        op: str,
+        offers: Mapping[Device, Offer],
+        numbering: Mapping[Device, int],
+        messages: tuple[Bucket, ...],
+        timeout_s: float,
+    ) -> dict[Device, Digests]:
+        """Let state cross; return the digests of what left each seat."""
+
+        def attempt() -> dict[Device, Digests]:
+            name = f"{op}/{'near' if fleet.may_read else 'far'}"
+            chosen = ways(offers, numbering, messages, name, timeout_s, may_read=fleet.may_read)
+            calls = {d: {"op": op, "ways": way} for d, way in chosen.items()}
+            return self._ask(fleet, "transfer", calls, timeout_s)
+
+        try:
+            return attempt()
+        except Unreadable:
+            fleet.may_read = False
+            return attempt()
+
+    def _ask(
+        self,
+        fleet: Fleet,
+        phase: str,
+        calls: Mapping[Device, Mapping[str, Any]],
+        timeout_s: float,
+    ) -> dict[Device, Any]:
+        pending = fleet.pool.send({d: (phase, kwargs) for d, kwargs in calls.items()})
+        answers = fleet.settle(pending, timeout_s)
+        return {call.device: a.value for call, a in zip(pending, answers, strict=True)}
 
     def _lost(self, fleet: Fleet, parts: Mapping[Device, SeatPart]) -> list[Unit]:
         """Return units that are gone with a seat that took part; others are not its matter."""
         lost, alive = fleet.reap(), fleet.pool.alive
         return [u for u in lost if any(d in parts and d not in alive for d in u.devices)]
 
-    def _phase(
-        self, fleet: Fleet, parts: Mapping[Device, SeatPart], phase: str, op: str, timeout_s: float
-    ) -> None:
-        calls = {device: (phase, {"op": op}) for device in parts}
-        fleet.settle(fleet.pool.send(calls), timeout_s)
-
     def _abandon(
         self, fleet: Fleet, parts: Mapping[Device, SeatPart], op: str, timeout_s: float
     ) -> None:
-        alive = {d: p for d, p in parts.items() if d in fleet.pool.alive}
-        self._phase(fleet, alive, "abandon", op, timeout_s)
+        alive = {d: {"op": op} for d in parts if d in fleet.pool.alive}
+        self._ask(fleet, "abandon", alive, timeout_s)
 
     def _commit(
         self, fleet: Fleet, parts: Mapping[Device, SeatPart], op: str, timeout_s: float
@@ -156,11 +205,9 @@ class Move:
         fleet: Fleet,
         op: str,
         counters: Mapping[str, int | float],
-        bucket_bytes: int,
-        timeout_s: float,
+        numbering: Mapping[Device, int],
+        messages: tuple[Bucket, ...],
     ) -> dict[Device, SeatPart]:
-        numbering = ranks(self.routes)
-        messages = buckets(self.routes, self.item_bytes, numbering, bucket_bytes)
         by_rank: dict[int, list[Bucket]] = {rank: [] for rank in numbering.values()}
         for message in messages:
             by_rank[message.source].append(message)
@@ -171,12 +218,9 @@ class Move:
         def part(device: Device) -> SeatPart:
             unit, local_rank = targets.get(device, (None, 0))
             mine = [r for r in self.routes if r.target == device]
-            crosses = device in numbering
             return SeatPart(
                 op=op,
-                meeting=Meeting(
-                    op, numbering.get(device, 0), len(numbering) if crosses else 1, timeout_s
-                ),
+                rank=numbering.get(device, -1),
                 sources=tuple(u.id for u in self.sources if device in u.devices),
                 ending=tuple(u.id for u in self.ending if device in u.devices),
                 target=None if unit is None else unit.id,
@@ -184,7 +228,7 @@ class Move:
                 slots=tuple(self.item_bytes),
                 kept=tuple((r.tensor, r.box) for r in mine if r.is_local),
                 fetched=tuple((r.tensor, r.box) for r in mine if not r.is_local),
-                buckets=tuple(by_rank[numbering[device]]) if crosses else (),
+                buckets=tuple(by_rank[numbering[device]]) if device in numbering else (),
                 counters=counters,
             )
 

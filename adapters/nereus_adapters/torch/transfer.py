@@ -13,9 +13,10 @@ from collections.abc import Mapping
 import torch
 
 from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.crossing import Crossing, Digests
 from nereus_adapters.torch.engine import Group, UnitShard, make_group
-from nereus_adapters.torch.exchange import Garbled, Locate, exchange
-from nereus_adapters.torch.values import Bucket, Region, SeatPart
+from nereus_adapters.torch.exchange import Locate, Spoils
+from nereus_adapters.torch.values import Offer, Region, SeatPart, Ways
 from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
 
@@ -40,10 +41,20 @@ class Transfer:
         self._adopted: set[str] = set()
         self._done: set[str] = set()
         self._group: Group | None = None
-        self._wrong: list[Bucket] = []
+        self._crossing = Crossing(
+            part.rank, part.buckets, self._read, self._write, self._dtype, device, accountant
+        )
 
-    def prepare(self) -> None:
-        """Build the new shard's modules and the storage of what will arrive."""
+    def prepare(self) -> Offer:
+        """Build the new shard's modules and the storage of what will arrive.
+
+        Returns:
+            Where other seats find what they need of this one.
+        """
+        self._build()
+        return self._crossing.offer()
+
+    def _build(self) -> None:
         if self.part.spec is None:
             return
         self._new = self.part.spec.build(self._device)
@@ -63,31 +74,37 @@ class Transfer:
                         for b in fetched[name]
                     ]
 
-    def meet(self, store: torch.distributed.Store) -> None:
-        """Join the group of the seats that exchange state."""
-        meeting = self.part.meeting
-        if meeting.size > 1:
+    def meet(self, ways: Ways, store: torch.distributed.Store) -> None:
+        """Look whether neighbors can be read; join the group of those that exchange messages.
+
+        Raises:
+            Unreadable: a neighbor cannot be read; nothing has moved.
+            WaitTimeout: a member of the group did not come.
+        """
+        self.release()
+        self._crossing.check_ways(ways)
+        meeting = ways.meeting
+        if meeting is not None:
             self._group = make_group(
                 store, meeting.name, meeting.rank, meeting.size, self._device, meeting.timeout_s
             )
 
-    def transfer(self) -> None:
-        """Copy what lies on this seat in a unit that stays; exchange the rest with other seats."""
+    def transfer(self, ways: Ways, spoils: Spoils = lambda: False) -> Digests:
+        """Copy what lies on this seat in a unit that stays; get the rest from other seats.
+
+        Returns:
+            Digests of what others read here.
+        """
         with torch.no_grad():
             for name, box in self.part.kept:
                 for slot in self.part.slots:
                     if (slot, name) in self._fresh:
                         self._write(slot, name, box).copy_(self._read(slot, name, box))
-            if self._group is not None:
-                self._wrong = exchange(
-                    self._group, self.part.buckets, self._read, self._write, self._dtype,
-                    self._device,
-                )  # fmt: skip
+            return self._crossing.cross(ways, self._group, spoils)
 
-    def verify(self) -> None:
+    def verify(self, left: Digests) -> None:
         """Raise Garbled when something arrived changed."""
-        if self._wrong:
-            raise Garbled(self._wrong[0])
+        self._crossing.verify(left)
 
     def commit(self) -> UnitShard | None:
         """Give the new shard its storage, taking it from the old shards; these are empty then.
