@@ -33,7 +33,7 @@ def ordered(
         Infeasible: new shards find no room on a device, whatever is staged or parked.
     """
     units = tuple(alive.values())
-    standing = [len(alive.of(stage)) for stage in job.workload.stages]
+    standing = [alive.of(stage) for stage in job.workload.stages]
     tight = not is_ample(job, units, nodes)
     while True:
         draft = Draft(nodes, pools, job.workload.stages)
