@@ -169,7 +169,6 @@ def _transition(trial: Trial, adapter: Adapter, job: Job, timeout_s: float) -> t
                 timeout_s=timeout_s,
                 verify=True,
             )
-            adapter.relink(trial.after)
         except TransitionFailed as failure:
             return ("rolled back" if failure.rolled_back else "lost"), str(failure.cause)
         except NereusError as error:  # a device went between the last primitive and the relink
