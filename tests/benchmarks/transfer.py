@@ -8,9 +8,9 @@ peak of memory. In the same run, on processes like the seats and the same tensor
 bandwidth of the machine, and the peers of `paths/`, one file each, which say what they reproduce.
 
 Bars (TARGETS T7, T8): a restart from a checkpoint takes >= 50 times, torch Distributed Checkpoint
-through disk >= 10 times as long as the transition; every named peer is beaten; bytes moved equal the
-lower bound; peak memory of state < 2x; the cost of an added replica is flat within 1.5x; and state
-crosses at >= 70% of the copy bandwidth.
+through disk >= 10 times as long as the transition; every named peer is beaten; bytes moved equal
+the lower bound; peak memory of state < 2x; the cost of an added replica is flat within 1.5x; and
+state crosses at >= 70% of the copy bandwidth.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class Bench:
         running, target = self.running, self.target(train)
         before = running.units
         self._number += 1
+        say(f"to {train}")
         pids = [running.fleet.pool.pid(d) for d in sorted(running.fleet.pool.alive)]
         held = {pid: _memory(pid, "VmRSS") for pid in pids}
         for pid in pids:
@@ -146,6 +147,11 @@ class Bench:
             if len(found) < times:
                 self.change(back)
         return min(found, key=_seconds) | {"all_seconds": [round(f["seconds"], 4) for f in found]}
+
+
+def say(what: str) -> None:
+    """Tell on stderr what runs."""
+    print(f"{time.strftime('%H:%M:%S')} {what} ...", file=sys.stderr, flush=True)
 
 
 def _seconds(found: dict[str, Any]) -> float:
@@ -186,6 +192,7 @@ def grow(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def copy_bandwidth(spec: ModelSpec, targets: int) -> dict[str, float]:
     """GB/s of that many processes that copy at once, in sum."""
+    say(f"copy bandwidth of {targets}")
     scenario = Scenario("copy", (ONE, *[None] * targets), (ONE, *[ONE] * targets))
     with crew(spec, scenario) as processes:
         found = [processes.run("copying").marks for _ in range(REPEATS)]
@@ -212,10 +219,11 @@ def _fill(num_bytes: int) -> None:
 def restart(model: dict[str, Any]) -> dict[str, Any]:
     """End the job and start it again with one more unit, through a checkpoint on disk.
 
-    The job's own way (`TorchJob.save`, then a start with ``checkpoint.resume``): processes, imports,
-    modules and state anew. The files are in the page cache when they are read, which a restart on
+    The job's own way (`TorchJob.save`, then a start with ``checkpoint.resume``): processes,
+    imports, modules and state anew. The files are in the page cache when they are read, which a restart on
     other machines would not find.
     """
+    say("restart")
     with tempfile.TemporaryDirectory(prefix="nereus-bench-") as folder:
         where = Path(folder)
         running = start(config(where, model, 2, "tp1pp1dp1"))
@@ -240,6 +248,7 @@ def against(
     spec: ModelSpec, scenario: Scenario, change: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Run the peers' paths on a transition; each with its ratio to ours."""
+    say(f"peers on {scenario.name}")
     with crew(spec, scenario) as processes:
         runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
     found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
