@@ -220,8 +220,8 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
     """End the job and start it again with one more unit, through a checkpoint on disk.
 
     The job's own way (`TorchJob.save`, then a start with ``checkpoint.resume``): processes,
-    imports, modules and state anew. The files are in the page cache when they are read, which a restart on
-    other machines would not find.
+    imports, modules and state anew. The files are in the page cache when they are read, which a
+    restart on other machines would not find.
     """
     say("restart")
     with tempfile.TemporaryDirectory(prefix="nereus-bench-") as folder:
