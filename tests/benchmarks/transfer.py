@@ -190,16 +190,6 @@ def grow(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
         }
 
 
-def copy_bandwidth(spec: ModelSpec, targets: int) -> dict[str, float]:
-    """GB/s of that many processes that copy at once, in sum."""
-    say(f"copy bandwidth of {targets}")
-    scenario = Scenario("copy", (ONE, *[None] * targets), (ONE, *[ONE] * targets))
-    with crew(spec, scenario) as processes:
-        found = [processes.run("copying").marks for _ in range(REPEATS)]
-    total = scenario.lower_bound(spec) / 1e9
-    return {name: total / min(marks[name] for marks in found) for name in ("new", "warm")}
-
-
 def touch(num_bytes: int) -> None:
     """Use as much memory as the run will, once.
 
@@ -245,18 +235,25 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def against(
-    spec: ModelSpec, scenario: Scenario, change: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Run the peers' paths on a transition; each with its ratio to ours."""
-    say(f"peers on {scenario.name}")
-    with crew(spec, scenario) as processes:
-        runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
-    found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
+    spec: ModelSpec, scenario: Scenario, ours_s: float
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Run the peers' paths on a transition.
+
+    Returns:
+        Each path with its ratio to ours; and the copy bandwidth, GB/s of all ranks that lack
+        something in sum.
+    """
+    say(f"copies and peers on {scenario.name}")
     bound = scenario.lower_bound(spec)
+    with crew(spec, scenario) as processes:
+        copies = [processes.run("copying").marks for _ in range(REPEATS)]
+        runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
+    ceiling = {name: bound / 1e9 / min(marks[name] for marks in copies) for name in ("new", "warm")}
+    found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
     return {
         name: {
             "seconds": round(report.seconds, 3),
-            "times_ours": round(report.seconds / change["seconds"], 1),
+            "times_ours": round(report.seconds / ours_s, 1),
             "moved_bytes": report.moved_bytes,
             "lower_bound_bytes": bound,
             "peak_bytes": report.peak_bytes,
@@ -264,7 +261,7 @@ def against(
             "all_seconds": [round(made.seconds, 3) for made in runs[name]],
         }
         for name, report in found.items()
-    }
+    }, ceiling
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -273,20 +270,19 @@ def measure(quick: bool) -> dict[str, Any]:
     spec = ModelSpec.from_hf_config(model, name="actor")
     small = ModelSpec.from_hf_config(SMALL, name="actor")
     touch(6 * 12 * max(spec.num_params, small.num_params))
-    ceiling = {targets: copy_bandwidth(spec, targets) for targets in (1, 2)}
     growing = emu(model)
-    small_ceiling = {targets: copy_bandwidth(small, targets) for targets in (1, 2, 4)}
-    grown = grow(SMALL)
+    grown = {} if quick else grow(SMALL)
     restarted = restart(model)
-    rivals = {
-        scenario.name: against(spec, scenario, growing[scenario.name])
-        for scenario in (EXTEND, RELAYOUT)
-    }
-    for name, found in growing.items():
-        _share(found, ceiling[2 if name == "2->4" or name == "pp2->dp2" else 1])
-    for name, found in grown.items():
-        _share(found, small_ceiling[int(name.split("->")[0])])
-    each = {n: f["seconds"] / int(n.split("->")[0]) for n, f in grown.items()}
+    rivals, ceilings = {}, {}
+    for scenario in (EXTEND, RELAYOUT):
+        name = scenario.name
+        rivals[name], ceilings[name] = against(spec, scenario, growing[name]["seconds"])
+    for name, found in {**growing, **{f"small {n}": f for n, f in grown.items()}}.items():
+        alone = name.removeprefix("small ").startswith("1->2")
+        # One process that copies, or two: as many as there are cores here.
+        _share(found, ceilings[EXTEND.name if alone else RELAYOUT.name])
+    steps = grown or {n: growing[n] for n in ("1->2", "2->4")}
+    each = {n: f["seconds"] / int(n.split("->")[0]) for n, f in steps.items()}
     ours, peers = growing["1->2"], rivals["1->2"]
     return {
         "model": "random weights in the shapes of SmolLM2-135M"
@@ -304,8 +300,7 @@ def measure(quick: bool) -> dict[str, Any]:
             "seconds_per_added_replica": {n: round(s, 4) for n, s in each.items()},
             "flatness": round(max(each.values()) / min(each.values()), 2),
         },
-        "copy_gb_per_s": {str(n): _rounded(c) for n, c in ceiling.items()},
-        "copy_gb_per_s_small": {str(n): _rounded(c) for n, c in small_ceiling.items()},
+        "copy_gb_per_s": {name: _rounded(found) for name, found in ceilings.items()},
         "transitions": growing,
         "transitions_small": grown,
         "restart": _rounded(restarted),
