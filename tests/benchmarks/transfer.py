@@ -20,6 +20,7 @@ import contextlib
 import json
 import mmap
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -115,7 +116,7 @@ class Bench:
         held = {pid: _memory(pid, "VmRSS") for pid in pids}
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), _cpu_s(pids) + time.process_time()
         graph = compile_transition(before, target, running.job, prefix=f"b{self._number}")
         with (
             self.adapter.boundary(graph.stages, timeout_s=60),
@@ -124,6 +125,7 @@ class Bench:
             outcome = execute(graph, self.adapter, log=log, timeout_s=120)
             self.adapter.relink(target)
         seconds = time.perf_counter() - begin_s
+        cpu_s = _cpu_s(pids) + time.process_time() - begin_cpu_s
         units, bound, kept = before, 0, 0
         for op in graph.topological():
             receipt = outcome.receipts[op.op_id]
@@ -132,6 +134,7 @@ class Bench:
             units = units.replace(receipt.ended, receipt.created)
         return {
             "seconds": seconds,
+            "cpu_s": round(cpu_s, 3),
             "moved_bytes": outcome.moved_bytes,
             "lower_bound_bytes": bound,
             "kept_bytes": kept,
@@ -156,6 +159,13 @@ def say(what: str) -> None:
 
 def _seconds(found: dict[str, Any]) -> float:
     return float(found["seconds"])
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """Processor seconds of some processes so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text(encoding="ascii") for pid in pids]
+    ticks = sum(int(t) for stat in stats for t in stat.rsplit(")", 1)[1].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(pid: int, what: str) -> int:
@@ -219,6 +229,7 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
         running = start(config(where, model, 2, "tp1pp1dp1"))
         try:
             running.step()
+            plan = planned(running.job, {"actor/train": "tp1pp1dp2"})
             begin_s = time.perf_counter()
             running.save(where / "saved")
             saved_s = time.perf_counter() - begin_s
@@ -228,7 +239,7 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
         resumed = grown.model_copy(
             update={"checkpoint": grown.checkpoint.model_copy(update={"resume": where / "saved"})}
         )
-        running = start(resumed, planned(running.job, {"actor/train": "tp1pp1dp2"}))
+        running = start(resumed, plan)
         seconds = time.perf_counter() - begin_s
         running.close()
     return {"seconds": seconds, "saved_s": saved_s}
@@ -256,6 +267,7 @@ def against(
             "times_ours": round(report.seconds / ours_s, 1),
             "moved_bytes": report.moved_bytes,
             "lower_bound_bytes": bound,
+            "cpu_s": round(report.cpu_s, 3),
             "peak_bytes": report.peak_bytes,
             "parts_s": report.marks,
             "all_seconds": [round(made.seconds, 3) for made in runs[name]],
