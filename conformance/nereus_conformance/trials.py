@@ -107,7 +107,12 @@ def undisturbed(harness: Harness, job: Job) -> list[StepResult]:
 
 
 def run_trial(
-    harness: Harness, trial: Trial, expected: Sequence[StepResult], keeper: Keeper | None = None
+    harness: Harness,
+    trial: Trial,
+    expected: Sequence[StepResult],
+    keeper: Keeper | None = None,
+    *,
+    transition_s: float = LIMIT_S / 2,
 ) -> Verdict:
     """Run a trial.
 
@@ -116,6 +121,8 @@ def run_trial(
         trial: What strikes.
         expected: Of `undisturbed`.
         keeper: Saves before the transition; asked to resume when state is lost.
+        transition_s: Longest that a transition may take, and what a primitive that never returns
+            costs.
 
     Raises:
         TrialFailed: state, losses, units or time are not what they must be.
@@ -130,7 +137,7 @@ def run_trial(
     config = NereusConfig.of({"policy": {"delta": 1000.0}, "timeouts": {"primitive_s": LIMIT_S}})
     controller = Controller(adapter, config, EventLog(None, time.monotonic), _nobody)
     harness.fail_at(trial.fault, trial.op_index, trial.phase, trial.device)
-    outcome, cause = _transition(trial, adapter, job)
+    outcome, cause = _transition(trial, adapter, job, transition_s)
     try:
         _require_state(trial, harness, adapter, state, f"after it was {outcome}")
         if outcome == "lost" or _damaged(adapter, trial, outcome):
@@ -151,7 +158,7 @@ def run_trial(
     return Verdict(trial, outcome, cause, elapsed_s)
 
 
-def _transition(trial: Trial, adapter: Adapter, job: Job) -> tuple[str, str]:
+def _transition(trial: Trial, adapter: Adapter, job: Job, timeout_s: float) -> tuple[str, str]:
     graph = compile_transition(adapter.units(), trial.after, job, prefix="t")
     with adapter.boundary(job.workload.stages, timeout_s=LIMIT_S):
         try:
@@ -159,7 +166,7 @@ def _transition(trial: Trial, adapter: Adapter, job: Job) -> tuple[str, str]:
                 graph,
                 adapter,
                 log=EventLog(None, time.monotonic),
-                timeout_s=LIMIT_S / 2,
+                timeout_s=timeout_s,
                 verify=True,
             )
             adapter.relink(trial.after)
@@ -182,8 +189,12 @@ def _stepped(harness: Harness, controller: Controller) -> StepResult:
 
 def _damaged(adapter: Adapter, trial: Trial, outcome: str) -> bool:
     """Whether units are missing although the transition ended well."""
-    wanted = trial.after if outcome == "done" else trial.before
-    return Plan.of_units(adapter.units()) != wanted
+    wanted = _units(trial.after if outcome == "done" else trial.before)
+    return _places(adapter.units()) != _places(wanted)
+
+
+def _places(units: UnitMap) -> list[tuple[ModelStage, Layout, tuple[Device, ...]]]:
+    return sorted((u.model_stage, u.layout, u.devices) for u in units.values())
 
 
 def _units(plan: Plan) -> UnitMap:

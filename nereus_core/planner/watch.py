@@ -162,10 +162,11 @@ class _Others:
         for i, o in enumerate(base.options):
             least = np.min([s.options[i].transient_bytes for s in spaces], axis=0)
             ever = o.persistent_bytes[:, None] + least <= base.cost.capacity_bytes
-            forced, rows = o.grid.forced(base.node_sizes[0]), np.arange(len(ever))
-            own = Slopes.of(np.array([s.options[i].busy_s[forced, rows][ever] for s in spaces]))
+            # Whatever is crossed: a link between nodes may be the faster one.
+            ways = np.isfinite(o.busy_s) & ever
+            own = Slopes.of(np.array([s.options[i].busy_s[ways] for s in spaces]))
             size = np.searchsorted(base.sizes, o.grid.num_devices)
-            size = np.broadcast_to(size[:, None], ever.shape)[ever]
+            size = np.broadcast_to(size[:, None], ways.shape)[ways]
             kept = front(np.column_stack([size, own.least_at_corners()]))  # by size, then seconds
             slopes.append(own.take(kept))
             at.append(i * len(base.sizes) + size[kept])

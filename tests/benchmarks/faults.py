@@ -30,8 +30,10 @@ from nereus_core.errors import NereusError
 from nereus_core.harness import Fault, Harness
 from nereus_core.phases import Phase
 
-HANG_S = 3.0
-"""Longest wait of a job for a seat; a hang costs twice that. Chosen, not measured."""
+HANG_S = {"contract": 0.5, "real": 60.0}
+"""Longest wait for a transition: what a primitive that never returns costs."""
+SEAT_S = 3.0
+"""Longest wait of a real job for a seat; a seat that hangs costs twice that. Chosen."""
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def subject(tier: str) -> Iterator[tuple[Harness, Keeper | None]]:
 
     with tempfile.TemporaryDirectory(prefix="nereus-trials-") as scratch:
         saved = Path(scratch) / "saved"
-        real = TorchHarness(wait_s=HANG_S)
+        real = TorchHarness(wait_s=SEAT_S)
         try:
             yield real, Keeper(lambda: real.save(saved), lambda: real.resume(saved))
         finally:
@@ -64,7 +66,9 @@ def run(tier: str, seeds: range, console: Console) -> tuple[list[Verdict], list[
         for seed in track(seeds, f"trials ({tier})", console=console):
             trial = Trial.drawn(seed, harness.job())
             try:
-                verdicts.append(run_trial(harness, trial, expected, keeper))
+                verdicts.append(
+                    run_trial(harness, trial, expected, keeper, transition_s=HANG_S[tier])
+                )
             except TrialFailed as failed:
                 problems.append(str(failed))
             except NereusError as error:

@@ -29,6 +29,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: pip install 'nereus[bench]'")
 from fits.score import Score
+
 from nereus_core.cost.kernels import Collective, DecodeCurve, PrefillCurve
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

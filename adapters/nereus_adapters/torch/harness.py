@@ -112,7 +112,11 @@ class TorchHarness:
         few = job.on(job.cluster.without(job.cluster.devices[2:]))
         return self._start(job, simplest(few), folder)
 
-    def _start(self, job: Job, plan: Plan, resume: Path | None) -> TorchAdapter:
+    def take_over(self) -> TorchAdapter:
+        """Go on with the harness's job where the pool's seats are, under a driver before."""
+        return self._start(self.job(), None, None)
+
+    def _start(self, job: Job, plan: Plan | None, resume: Path | None) -> TorchAdapter:
         self._end()
         copies = 2 if job.workload.algorithm == "grpo" else 1
         self._running = TorchJob(

@@ -163,3 +163,23 @@ class Memory:
 
     resident_bytes: int
     peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A shard as its seat knows it."""
+
+    layout: Layout
+    local_rank: int
+    step: int
+    """Optimizer steps done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a seat holds, for a driver that takes it over."""
+
+    units: Mapping[UnitId, Held]
+    parked: Mapping[UnitId, Held]
+    transfers: Mapping[str, bool]
+    """Those under way -> whether this seat has committed."""
