@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from nereus_core.errors import NereusError
 from nereus_core.harness import Fault, Harness
 from nereus_core.phases import Phase
 
+log = logging.getLogger("nereus.trials")
 HANG_S = {"contract": 0.5, "real": 60.0}
 """Longest wait for a transition: what a primitive that never returns costs."""
 SEAT_S = 3.0
@@ -66,9 +68,9 @@ def run(tier: str, seeds: range, console: Console) -> tuple[list[Verdict], list[
         for seed in track(seeds, f"trials ({tier})", console=console):
             trial = Trial.drawn(seed, harness.job())
             try:
-                verdicts.append(
-                    run_trial(harness, trial, expected, keeper, transition_s=HANG_S[tier])
-                )
+                verdict = run_trial(harness, trial, expected, keeper, transition_s=HANG_S[tier])
+                verdicts.append(verdict)
+                log.info("%s: %s in %.1f s", trial, verdict.outcome, verdict.elapsed_s)
             except TrialFailed as failed:
                 problems.append(str(failed))
             except NereusError as error:
@@ -112,7 +114,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first trial")
     parser.add_argument("--quick", action="store_true", help="a tenth of the trials")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="a line on stderr per trial")
     chosen = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    log.setLevel(logging.INFO if chosen.verbose else logging.WARNING)
     count = chosen.trials or (2000 if chosen.tier == "contract" else 200)
     count = max(1, count // 10) if chosen.quick else count
     console = Console(stderr=chosen.json)
