@@ -227,6 +227,7 @@ class StateLost(NereusError):
     """No intact copy of a model-stage's state is left; the job must resume from a checkpoint."""
 
     def __init__(self, stage: object, checkpoint: str | None) -> None:
+        self.stage, self.checkpoint = stage, checkpoint
         where = f"resume from {checkpoint}" if checkpoint else "no checkpoint was written"
         super().__init__(f"no intact copy of {stage} is left; {where}.")
 
