@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,10 +159,10 @@ class Trials:
         wanted = {stage: self._state(units.of(stage)[0].id) for stage in units.stages()}
         events: list[Event] = []
         outcome, problem = "", None
-        with EventLog(None, time.monotonic) as log:
+        with EventLog(None, time.monotonic) as log, ExitStack() as opened:
             log.subscribe(lambda event, at_s: events.append(event))
             try:
-                controller = self._transition(trial, adapter, log)
+                controller = self._transition(trial, adapter, log, opened)
                 controller.at_boundary()
                 problem = self._changed(adapter, wanted)
                 problem = problem or self._stepped(adapter, controller, wanted, fixed)
@@ -180,16 +180,18 @@ class Trials:
             problem = f"took {elapsed_s:.0f} s, more than {self._limit_s:g} s"
         return Result(trial, outcome, problem, elapsed_s)
 
-    def _transition(self, trial: Trial, adapter: Adapter, log: EventLog) -> Controller:
+    def _transition(
+        self, trial: Trial, adapter: Adapter, log: EventLog, opened: ExitStack
+    ) -> Controller:
         """Carry the transition out while the fault strikes; returns who goes on from there."""
         self._count += 1
         path = self._folder / f"journal-{self._count}"
-        last: list[Controller] = []
+        running: list[Controller] = []
 
         def trip() -> None:
             if trial.fault == KILL_CONTROLLER:
                 raise ControllerKilled
-            last[0].cancel()
+            running[0].cancel()
 
         if trial.fault in (KILL_CONTROLLER, CANCEL):
             journal: Journal = Tripwire(path, trial.op_index, trial.phase, trip)
@@ -197,16 +199,17 @@ class Trials:
             journal = Journal(path)
             device = _device(trial, adapter, self._job)
             self._harness.fail_at(Fault(trial.fault), trial.op_index, trial.phase, device)
-        with closing(journal):
-            last.append(self._controller(adapter, log, journal))
-            try:
-                last[0].go_to(trial.after, "a trial")
-                return last[0]
-            except ControllerKilled:
-                _wait_for_threads(self._limit_s)
-        second = self._controller(adapter, log, Journal(path))
-        second.recover()
-        return second
+        opened.enter_context(closing(journal))
+        running.append(self._controller(adapter, log, journal))
+        try:
+            running[0].go_to(trial.after, "a trial")
+        except ControllerKilled:
+            _wait_for_threads(self._limit_s)
+            journal.close()
+            again = opened.enter_context(closing(Journal(path)))
+            running[0] = self._controller(adapter, log, again)
+            running[0].recover()
+        return running[0]
 
     def _controller(self, adapter: Adapter, log: EventLog, journal: Journal) -> Controller:
         config = NereusConfig.of(
