@@ -53,6 +53,8 @@ class Curves:
     overlap: float = 1.0
     """Exponent with which gradient sums hide behind the last backward pass: 1 not at all.
     Source of the form: Pollux (OSDI 2021), section 3.2."""
+    gradient_rate: float = 1.0
+    """Speed of gradient sums over units, of that of other all-reduces: they go in many buckets."""
     source: str = "chosen, not measured"
 
     @property

@@ -7,6 +7,7 @@ one backward (1F1B): m micro-batches take the time of m + pp - 1 on one rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
@@ -61,8 +62,9 @@ class Passes:
     """To the next pipeline rank and back, per micro-batch."""
     tp: FloatArray
     dp: FloatArray
+    tp_rails: FloatArray
+    """Members of a ring inside a node where it crosses nodes: each brings its own link out."""
     dp_rails: FloatArray
-    """Members of a gradient ring inside a node: each brings its own link out of the node."""
     tp_crosses: BoolArray
     pp_crosses: BoolArray
     dp_crosses: BoolArray
@@ -119,6 +121,7 @@ class Passes:
             messages=(options.pp > 1) * (1.0 + trains),
             tp=options.tp.astype(np.float64),
             dp=options.dp.astype(np.float64),
+            tp_rails=_tp_rails(job.cluster, options),
             dp_rails=one * (1.0 if options.dp_rails is None else options.dp_rails),
             tp_crosses=options.tp_crosses,
             pp_crosses=options.pp_crosses,
@@ -141,6 +144,14 @@ class Passes:
         return type(self)(**{f.name: getattr(self, f.name)[at] for f in fields(self)})
 
 
+def _tp_rails(cluster: Cluster, options: Options) -> FloatArray:
+    """Ranks of one tensor-parallel group that share a node; 1 for groups within a node."""
+    if not options.tp_crosses.any():
+        return np.ones(len(options))
+    node = max(Counter(d.node for d in cluster.devices).values())
+    return np.where(options.tp_crosses, np.minimum(options.tp, node), 1.0)
+
+
 def price(passes: Passes, cluster: Cluster, curves: Curves) -> FloatArray:
     """Ideal seconds by option and class: [num_options, num_classes]."""
     p, device, work = passes, cluster.device_spec, Work(len(passes.tokens))
@@ -160,12 +171,14 @@ def price(passes: Passes, cluster: Cluster, curves: Curves) -> FloatArray:
     launching = rounds * p.kernels * device.launch_s
     started = exposed(launching * inverse[INDEX[OpClass.LAUNCH]], busy_s, curves.hiding)
     work.add(OpClass.LAUNCH, started / inverse[INDEX[OpClass.LAUNCH]])
-    add_all_reduce(work, cluster, p.tp_crosses, p.tp, p.boundary_bytes, p.sums * p.rounds)
+    add_all_reduce(
+        work, cluster, p.tp_crosses, p.tp, p.boundary_bytes / p.tp_rails, p.sums * p.rounds
+    )
     add_p2p(work, cluster, p.pp_crosses, p.boundary_bytes, p.messages * p.rounds)
 
     # Gradients are summed over units while the last micro-batch's backward pass still computes.
     summing = Work(len(p.tokens))
-    ways = np.where(p.dp_crosses, p.dp_rails, 1.0)
+    ways = np.where(p.dp_crosses, p.dp_rails, 1.0) * curves.gradient_rate
     gathers = p.gathered_bytes > 0
     add_all_reduce(summing, cluster, p.dp_crosses, p.dp, p.gradient_bytes / ways, ~gathers)
     for size in (p.gradient_bytes, p.gathered_bytes):  # reduce-scatter, all-gather

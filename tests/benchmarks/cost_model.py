@@ -3,7 +3,7 @@
 Bars: multi-node training 5% MAPE, single-node 4%, serving no worse than the package
 `aiconfigurator` on the same rows; stated 90% intervals hold 85 to 95% of the rows. Rows of the
 test folder never influence a fit. Without --test the rows of --train are split as registered in
-`fits/splits.py`, before any model was fitted.
+`fits/vtrain.py`, before any model was fitted to that split.
 
     python tests/benchmarks/cost_model.py [--train DIR] [--test DIR] [--json]
 """

@@ -116,6 +116,11 @@ class Seat:
         del shard
         self._free()
 
+    def unload(self, unit: UnitId) -> None:
+        """Let go of a shard if it is there."""
+        if unit in self.units:
+            self.drop(unit)
+
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
         self.parked.pop(unit, None)
