@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Device:
-    """A physical accelerator, or a CPU slot that stands for one; written ``node:index``."""
+class Device(NamedTuple):
+    """A physical accelerator, or a CPU slot that stands for one; written ``node:index``.
+
+    A tuple, because a plan on a thousand devices hashes and compares them by the ten thousand.
+    """
 
     node: str
     """Host the device sits in."""
-    index: int
+    index: int  # type: ignore[assignment]  # nobody looks for a value in a device
     """Position inside the host, from 0."""
 
     def __str__(self) -> str:
@@ -89,6 +91,8 @@ class Cluster:
     @property
     def healthy(self) -> tuple[Device, ...]:
         """Devices that have not failed, in cluster order."""
+        if not self.failed:
+            return self.devices
         return tuple(d for d in self.devices if d not in self.failed)
 
     def without(self, lost: Iterable[Device]) -> Self:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from nereus_core.errors import ConfigError
 
 Mode = Literal["observe", "advise", "adapt"]
+Admission = Literal["payback", "history-discount", "saving>0", "dp-scaling-only", "never"]
 
 
 class _Section(BaseModel):
@@ -22,10 +25,16 @@ class _Section(BaseModel):
 class PolicyConfig(_Section):
     """When to think, and when to act."""
 
+    admission: Admission = "payback"
+    """Which rule judges opportunistic transitions."""
     tokens_change: float = Field(0.25, gt=0)
-    """Relative change of mean response tokens since the last decision that wakes the planner."""
+    """Relative change of response tokens (mean, 95th percentile) that wakes the planner."""
+    clip_change: float = Field(0.1, gt=0)
+    """Change of the part of responses at the length limit that wakes it."""
     efficiency_change: float = Field(0.3, gt=0)
-    """Relative gap between predicted and measured step latency that wakes the planner."""
+    """Relative gap between predicted and measured step latency that wakes it."""
+    balance_change: float = Field(0.15, gt=0)
+    """Part of a step that has to move from some stages to others to wake it."""
     memory_headroom: float = Field(0.1, ge=0, lt=1)
     """Part of a device's memory that no plan may use."""
     delta: float = Field(0.05, ge=0)
@@ -65,6 +74,19 @@ class TimeoutsConfig(_Section):
     step_s: float = Field(3600, gt=0)
 
 
+class CheckpointConfig(_Section):
+    """What is kept on disk, for the case that the last copy of a state is lost."""
+
+    folder: Path | None = None
+    """Of the checkpoints; ``checkpoints`` in the run's folder by default."""
+    every_steps: int = Field(0, ge=0)
+    """RL steps from one checkpoint to the next; 0 writes none."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    resume: Path | None = None
+    """A checkpoint, or a folder of them, to start from instead of step 0."""
+
+
 class NereusConfig(_Section):
     """The whole of ``nereus.toml``; ``job`` and ``backend`` are read by the adapter named."""
 
@@ -79,6 +101,7 @@ class NereusConfig(_Section):
     policy: PolicyConfig = PolicyConfig()
     constraints: ConstraintsConfig = ConstraintsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     job: Mapping[str, Any] = Field(default_factory=dict)
     """What to run: model, algorithm, batch ...; validated by the adapter."""
     backend: Mapping[str, Any] = Field(default_factory=dict)
@@ -118,7 +141,15 @@ def validated(model: type[_M], values: Mapping[str, Any], *, at: str = "") -> _M
         if first["type"] == "extra_forbidden":
             near = difflib.get_close_matches(path[-1], _keys(model, path[:-1]), n=1, cutoff=0.5)
             raise ConfigError(key, "unknown key", near[0] if near else None) from error
-        raise ConfigError(key, f"got {first['input']!r}; {first['msg']}") from error
+        raise ConfigError(key, f"got {first['input']!r}; {first['msg']}", _meant(first)) from error
+
+
+def _meant(error: ErrorDetails) -> str | None:
+    """The nearest of the values allowed, where a misspelt word was given for one of them."""
+    if error["type"] != "literal_error" or not isinstance(error["input"], str):
+        return None
+    allowed = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+    return next(iter(difflib.get_close_matches(error["input"], allowed, n=1, cutoff=0.5)), None)
 
 
 def _keys(model: type[BaseModel], path: list[str]) -> list[str]:

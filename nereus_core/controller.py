@@ -24,10 +24,11 @@ from nereus_core.observation import Observation
 from nereus_core.plan import Plan
 from nereus_core.planner import Constraints
 from nereus_core.primitives import Primitive
-from nereus_core.records import devices_changed, step_observed
+from nereus_core.records import devices_changed, input_ignored, step_observed, supply
+from nereus_core.sane import check_job, sane
 from nereus_core.situation import Situation
 from nereus_core.transition import Conditions, Journal, TransitionGraph, compile_transition
-from nereus_core.triggers import Signals, Trigger
+from nereus_core.triggers import Signals, Trigger, Wake
 from nereus_core.units import Unit, UnitMap
 
 Notify = Callable[..., None]
@@ -73,6 +74,9 @@ class Controller:
             measured: Efficiencies to start from, by operation class; conservative where absent.
             journal: Written ahead of every transition; in memory, which no crash survives, when
                 None. With a transition pending in it, call `recover` before the next step.
+
+        Raises:
+            JobError: the job's sizes, rates or devices make no sense.
         """
         self._adapter, self._config, self._log = adapter, config, log
         self._notify, self._clock, self._veto = notify, clock, veto
@@ -83,8 +87,10 @@ class Controller:
             digests and digests.at(backend_version)
         )
         job = adapter.job()
+        check_job(job)
         self._known = Knowledge.of_job(job, config.policy, measured)
         self._now = self._look(job.cluster.healthy, None)
+        self._num_ignored = 0
         self._journal = journal or Journal()
         self._cancel = threading.Event()
         self._transition_s, self._start_s = 0.0, clock()
@@ -140,7 +146,8 @@ class Controller:
         plan = Plan.of_units(self._adapter.units())
         self._log.emit(Recovered(self._known.step, graph.name, outcome, plan.to_json()))
         if self._now.problem:
-            self._act(self._decide(Trigger.DEVICES, time.perf_counter()))
+            wake = Wake(Trigger.DEVICES, f"{graph.name} left what cannot step: {self._now.problem}")
+            self._act(self._decide(wake, time.perf_counter()))
 
     def at_boundary(self) -> Decision | None:
         """Do all there is to do between two RL steps; returns what was decided, if anything was.
@@ -153,10 +160,10 @@ class Controller:
             TransitionFailed: the job cannot go on; names what is intact.
         """
         begin_s = time.perf_counter()
-        trigger = self._observe(self._adapter.observe())
-        if trigger is None or self._config.mode == "observe":
+        wake = self._observe(self._adapter.observe())
+        if wake is None or self._config.mode == "observe":
             return None
-        found = self._decide(trigger, begin_s)
+        found = self._decide(wake, begin_s)
         if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
             self._act(found)
         return found.decision
@@ -178,9 +185,13 @@ class Controller:
         elapsed_s = self._clock() - self._start_s
         self._log.emit(RunFinished(self._known.step + 1, outcome, elapsed_s, self._transition_s))
 
-    def _observe(self, seen: Observation) -> Trigger | None:
+    def _observe(self, seen: Observation) -> Wake | None:
         """Record and learn; return what woke the controller."""
         known, before = self._known, self._now
+        seen, ignored = sane(seen, before.job, known.step)
+        for part in ignored:
+            self._num_ignored += 1
+            self._log.emit(input_ignored(seen.step, part, self._num_ignored))
         stepped = seen.step > known.step
         predicted_s = self.predicted_s
         if stepped:
@@ -190,27 +201,26 @@ class Controller:
         changed = now.usable != before.usable or bool(now.lost_units)
         if changed:
             self._log.emit(devices_changed(self._known.step, before, now))
-        self._known, trigger = self._known.woken(
-            Signals(
-                devices_changed=changed,
+        self._known, wake = self._known.woken(
+            Signals.of(
+                seen,
+                stepped=stepped,
+                devices=supply(before, now) if changed else None,
                 memory_problem=now.memory_problem,
-                peak_bytes=seen.peak_bytes,
                 capacity_bytes=now.job.cluster.device_spec.memory_bytes,
-                response_tokens_mean=seen.response_tokens.mean if stepped else None,
-                step_s=seen.step_s,
                 predicted_s=predicted_s if known.plan_was_seen else None,
             )
         )
-        return trigger
+        return wake
 
     def _look(self, usable: Collection[Device], last: Situation | None) -> Situation:
         return Situation.of(self._adapter, usable, last, self._known.cost, self._known.lengths)
 
-    def _decide(self, trigger: Trigger, begin_s: float, parked: UnitMap | None = None) -> Decided:
+    def _decide(self, wake: Wake, begin_s: float, parked: UnitMap | None = None) -> Decided:
         """Decide, record it, and tell plugins."""
         compiled = partial(self._compile, parked=parked or UnitMap())
         found = decide(
-            trigger,
+            wake,
             self._now,
             self._known,
             self._constraints,
@@ -221,7 +231,7 @@ class Controller:
         decision = found.decision
         if decision.admitted and decision.path == "opportunistic" and (why := self._veto(decision)):
             decision = replace(decision, admitted=False, rule=f"vetoed: {why}")
-        self._known = self._known.decided(decision, trigger)
+        self._known = self._known.decided(decision, wake)
         self._log.emit(decision.event())
         self._notify("nereus_decided", decision=decision)
         return replace(found, decision=decision)
@@ -262,7 +272,7 @@ class Controller:
                 kept = failure.parked if isinstance(failure, TransitionFailed) else ()
                 parked = UnitMap(unit for unit in kept if isinstance(unit, Unit))
                 found = self._decide(
-                    Trigger.DEVICES,
+                    Wake(Trigger.DEVICES, f"transition {graph.name} failed"),
                     time.perf_counter(),
                     parked.intact(self._now.job.cluster.failed),
                 )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from nereus_core.admission import Decision, admit
+from nereus_core.admission import POLICIES, Decision, admit
 from nereus_core.config import PolicyConfig
-from nereus_core.cost import CostModel, Interval
+from nereus_core.cost import CostModel, Interval, Lengths
 from nereus_core.errors import NoFeasiblePlan
 from nereus_core.knowledge import Knowledge
+from nereus_core.layout import Layout
 from nereus_core.plan import Plan
-from nereus_core.planner import Candidate, Constraints, best, still_good
+from nereus_core.planner import Candidate, Constraints, Planned, best, still_good
 from nereus_core.situation import Situation
 from nereus_core.transition import TransitionGraph
-from nereus_core.triggers import Trigger
+from nereus_core.triggers import Wake
+from nereus_core.workload import ModelStage
 
 _NOTHING_SAVED = Interval(0.0, 0.0, 0.0)
 
@@ -31,7 +34,7 @@ class Decided:
 
 
 def decide(
-    trigger: Trigger,
+    wake: Wake,
     now: Situation,
     known: Knowledge,
     constraints: Constraints,
@@ -42,11 +45,11 @@ def decide(
     """Decide on what to do about a trigger. Touches nothing.
 
     Args:
-        trigger: What woke the controller.
+        wake: What woke the controller.
         now: What runs.
         known: What was learned.
         constraints: What no plan may do.
-        policy: Thresholds of admission.
+        policy: Which rule of admission, and its thresholds.
         compiled: Compiles the transition to a plan.
         begin_s: When deciding began, on time.perf_counter.
 
@@ -56,14 +59,18 @@ def decide(
     """
     cost, lengths = known.cost.on(now.job), known.lengths
     current = None if now.urgent else Candidate(now.plan, cost.step(now.plan, lengths))
+    rule = POLICIES[policy.admission]
 
-    def stay(rule: str) -> Decided:
-        return Decided(_unchanged(trigger, now, known, current, rule, begin_s), None, cost)
+    def stay(why: str) -> Decided:
+        return Decided(_unchanged(wake, now, known, current, policy, why, begin_s), None, cost)
 
-    if current and still_good(cost, lengths, constraints, now.plan, policy.delta):
+    if current and rule.rule is None:
+        return stay(f"the policy {rule.name!r} changes no plan that can go on")
+    narrow = kept(constraints, now.plan) if rule.layouts == "kept" else constraints
+    if current and still_good(cost, lengths, narrow, now.plan, policy.delta):
         return stay(f"the current plan is within {policy.delta:.0%} of the best possible")
     try:
-        planned = best(cost, lengths, constraints, now.plan)
+        planned = _best(cost, lengths, narrow, constraints, now)
     except NoFeasiblePlan as error:
         if now.problem:
             raise
@@ -77,19 +84,51 @@ def decide(
     graph = compiled(target)
     decision = admit(
         step=known.step,
-        trigger=trigger,
+        trigger=wake.trigger,
+        signal=wake.why,
         current=current,
         current_plan=now.plan,
         candidate=planned,
         transition=graph.predicted(cost),
         saving=cost.saving(now.plan, target, lengths) if current else _NOTHING_SAVED,
-        crossing=known.forecast.steps_to_crossing(policy.tokens_change, policy.max_horizon_steps),
+        crossing=known.crossing(now.job),
         policy=policy,
-        steps_since_transition=known.steps_since_transition,
+        history=known.history,
         decision_s=time.perf_counter() - begin_s,
         why=why,
+        runner_ups=tuple((r, cost.step(r.plan, lengths).step) for r in planned.runner_ups),
     )
     return Decided(decision, graph, cost)
+
+
+def kept(constraints: Constraints, plan: Plan) -> Constraints:
+    """Return constraints under which only the number of units of a plan may change.
+
+    Layouts are pinned, and stages that share devices go on sharing them.
+    """
+    pinned: Mapping[ModelStage, Layout] = {s: p.layout for s, p in plan.items()}
+    together = {
+        frozenset(other for other in plan if other == stage or plan.sharing(stage, other))
+        for stage in plan
+    }
+    groups = tuple(sorted((g for g in together if len(g) > 1), key=sorted))
+    return replace(
+        constraints,
+        pinned=MappingProxyType({**pinned, **constraints.pinned}),
+        colocate=(*constraints.colocate, *groups),
+    )
+
+
+def _best(
+    cost: CostModel, lengths: Lengths, narrow: Constraints, wide: Constraints, now: Situation
+) -> Planned:
+    """The best plan that the policy considers; where there is none and there must be, any."""
+    try:
+        return best(cost, lengths, narrow, now.plan)
+    except NoFeasiblePlan:
+        if not now.urgent or narrow is wide:
+            raise
+    return best(cost, lengths, wide, now.plan)
 
 
 def asked_for(
@@ -115,25 +154,28 @@ def asked_for(
 
 
 def _unchanged(
-    trigger: Trigger,
+    wake: Wake,
     now: Situation,
     known: Knowledge,
     current: Candidate | None,
+    policy: PolicyConfig,
     rule: str,
     begin_s: float,
 ) -> Decision:
     return Decision(
         step=known.step,
-        trigger=trigger,
+        trigger=wake.trigger,
+        signal=wake.why,
         path="none",
         admitted=False,
         rule=rule,
+        policy=policy.admission,
         current_plan=now.plan,
         candidate_plan=None,
         current_s=current.step.step if current else None,
         candidate_s=None,
         saving_s=None,
         transition_s=None,
-        horizon_steps=None,
+        crossing=None,
         decision_s=time.perf_counter() - begin_s,
     )

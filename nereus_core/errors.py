@@ -52,6 +52,24 @@ class PlanError(NereusError):
         super().__init__(f"plan is not valid: {'; '.join(problems)}.")
 
 
+class JobError(NereusError):
+    """A job description that no plan can be made for: sizes, rates or devices make no sense."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(
+            f"the job cannot be planned: {'; '.join(problems)}. Sizes and rates must be positive "
+            "and finite; correct what the adapter or the configuration says."
+        )
+
+
+class ObservationError(NereusError):
+    """What a job reported leaves nothing to go on with."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"the observation cannot be used: {problem}.")
+
+
 class NoFeasiblePlan(NereusError):
     """No plan fits in memory on the devices that are left."""
 
@@ -61,6 +79,14 @@ class NoFeasiblePlan(NereusError):
             f"no plan fits on {num_devices} healthy devices; the nearest one fails because "
             f"{tightest}. Add devices, shorten responses, or allow more layouts."
         )
+
+
+class CostInputError(NereusError):
+    """A shape, rate or length that no cost can be predicted from."""
+
+    def __init__(self, what: str, value: object, expected: str) -> None:
+        self.what, self.value = what, value
+        super().__init__(f"{what} is {value}; expected {expected}.")
 
 
 # --- Adapters and plugins ---------------------------------------------------------------------
@@ -226,10 +252,19 @@ class Cancelled(NereusError):
 class StateLost(NereusError):
     """No intact copy of a model-stage's state is left; the job must resume from a checkpoint."""
 
-    def __init__(self, stage: object, checkpoint: str | None) -> None:
-        self.stage, self.checkpoint = stage, checkpoint
-        where = f"resume from {checkpoint}" if checkpoint else "no checkpoint was written"
-        super().__init__(f"no intact copy of {stage} is left; {where}.")
+    def __init__(self, stage: object, checkpoint: str | None, command: str | None = None) -> None:
+        self.stage, self.checkpoint, self.command = stage, checkpoint, command
+        where = f"the newest checkpoint is {checkpoint}" if checkpoint else "no checkpoint was kept"
+        do = f" Resume with: {command}" if command else ""
+        super().__init__(f"no intact copy of {stage} is left; {where}.{do}")
+
+
+class CheckpointError(NereusError):
+    """A checkpoint that cannot be written, read, or used for this job."""
+
+    def __init__(self, folder: object, problem: str, remedy: str) -> None:
+        self.folder, self.problem = folder, problem
+        super().__init__(f"checkpoint {folder}: {problem}; {remedy}.")
 
 
 class BoundaryTimeout(NereusError):

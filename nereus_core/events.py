@@ -55,7 +55,7 @@ class Decided:
 
     step: int
     trigger: str
-    """What woke the controller: ``tokens``, ``devices``, ``memory``, ``efficiency`` or ``none``."""
+    """What woke the controller: a `nereus_core.triggers.Trigger`."""
     path: str
     """``urgent``, ``opportunistic`` or ``none`` (still within delta, no search)."""
     admitted: bool
@@ -71,9 +71,17 @@ class Decided:
     horizon_steps: float | None
     decision_s: float
     runner_ups: tuple[Json, ...] = ()
-    """Plans that lost: {plan, predicted_s, reason}."""
+    """Plans that lost: {plan, predicted_s, bounds_s, reason}."""
     bounds_s: Json = field(default_factory=dict)
     """[low, high] of ``current``, ``candidate``, ``saving`` and ``transition``, where known."""
+    signal: str = ""
+    """The values that woke the controller, in words."""
+    policy: str = "payback"
+    """Which rule judged."""
+    horizon_bounds: tuple[float, ...] = ()
+    """Low and high of ``horizon_steps``."""
+    horizon_signal: str = ""
+    """What is expected to end the horizon: ``tokens``, ``devices``, ``end`` or ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,18 @@ class DevicesChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class InputIgnored:
+    """A part of an observation that made no sense was left out of all learning and deciding."""
+
+    step: int
+    field: str
+    value: str
+    reason: str
+    count: int
+    """So far in this run, this one included."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """The job ended."""
 
@@ -164,6 +184,7 @@ Event = (
     | TransitionFinished
     | Recovered
     | DevicesChanged
+    | InputIgnored
     | RunFinished
 )
 _KINDS: dict[str, type[Event]] = {
@@ -177,6 +198,7 @@ _KINDS: dict[str, type[Event]] = {
         TransitionFinished,
         Recovered,
         DevicesChanged,
+        InputIgnored,
         RunFinished,
     )
 }

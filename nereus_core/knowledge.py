@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
-from nereus_core.admission import Decision
+from nereus_core.admission import Decision, History
 from nereus_core.config import PolicyConfig
 from nereus_core.cost import CostModel, EfficiencyTable, Lengths
 from nereus_core.cost.op_classes import OpClass
-from nereus_core.forecast import Forecaster
+from nereus_core.forecast import Crossing, Forecaster
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
 from nereus_core.situation import Situation
-from nereus_core.triggers import Signals, Trigger, Triggers
+from nereus_core.triggers import Levels, Signals, Trigger, Triggers, Wake
 from nereus_core.workload import Job
+
+_LONGEST_OF_STEPS = 8
+"""Steps whose longest response memory is planned for: one step's longest is chance. Chosen."""
+_RECHECK_STEPS = 4
+"""Steps after which a refusal is looked at again; doubled each time it is refused. Chosen."""
+_MAX_RECHECK_STEPS = 32
+"""Longest pause between two looks at a refusal; chosen, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recheck:
+    """A look at the plan that is due although no signal moves."""
+
+    at_step: int
+    pause_steps: int
+    """Until the look after this one, should it refuse again."""
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +41,17 @@ class Knowledge:
 
     cost: CostModel
     lengths: Lengths
-    """Of the last step; before the first, what the job allows."""
+    """Of the last step, the longest response of the last few; at first, what the job allows."""
     forecast: Forecaster
     triggers: Triggers
     step: int = -1
     """Last completed RL step."""
-    steps_since_transition: int | None = None
-    """None before the first transition."""
+    history: History = field(default_factory=History)
     plan_was_seen: bool = False
     """Whether the cost model has seen the current plan run."""
-    postponed: Trigger | None = None
-    """What the last decision was about, if it fell into the cooldown and was not admitted."""
+    recheck: Recheck | None = None
+    longest: tuple[float, ...] = ()
+    """Longest responses of the last steps."""
 
     @classmethod
     def of_job(
@@ -48,54 +65,103 @@ class Knowledge:
             headroom=policy.memory_headroom,
             confidence=policy.confidence,
         )
-        return cls(cost, lengths, Forecaster(), Triggers(policy, lengths.response_mean))
+        triggers = Triggers(policy, Levels(lengths.response_mean))
+        return cls(cost, lengths, Forecaster(), triggers, recheck=cls._settling(policy, -1))
+
+    @staticmethod
+    def _settling(policy: PolicyConfig, step: int) -> Recheck:
+        """A plan is judged once more when it has been seen running for the cooldown."""
+        steps = max(1, policy.cooldown_steps)
+        why = f"the plan has run for {steps} steps"
+        return Recheck(step + steps, _RECHECK_STEPS, why)
 
     def predicted_s(self, now: Situation) -> float:
         """Predict the next step."""
         return self.cost.on(now.job).step(now.plan, self.lengths).step.mean_s
 
     def stepped(self, plan: Plan, seen: Observation) -> Self:
-        """Learn from a step that ran under ``plan``."""
-        since = self.steps_since_transition
+        """Learn from a step that ran under ``plan``; lengths stay where it has no responses."""
+        lengths, longest = self.lengths, self.longest
+        if seen.response_tokens.count:
+            lengths = Lengths.of(seen)
+            longest = (*longest, lengths.response_max)[-_LONGEST_OF_STEPS:]
+            lengths = replace(lengths, response_max=max(longest))
+        since = self.history.steps_since_transition
+        history = replace(
+            self.history,
+            steps_since_transition=None if since is None else since + 1,
+            elapsed_s=self.history.elapsed_s + seen.step_s,
+        )
         return replace(
             self,
             cost=self.cost.refined(plan, seen),
-            lengths=Lengths.of(seen),
+            lengths=lengths,
+            longest=longest,
             forecast=self.forecast.seen(seen),
             step=seen.step,
-            steps_since_transition=None if since is None else since + 1,
+            history=history,
             plan_was_seen=True,
         )
 
-    def woken(self, signals: Signals) -> tuple[Self, Trigger | None]:
-        """Take in what a boundary saw; return what woke the controller.
+    def crossing(self, job: Job) -> Crossing:
+        """Forecast when the plan will be thought about again."""
+        policy = self.triggers.policy
+        left = None if job.num_steps is None else job.num_steps - self.step - 1
+        return self.forecast.steps_to_crossing(
+            policy.tokens_change,
+            policy.max_horizon_steps,
+            remaining_steps=left,
+            confidence=policy.confidence,
+        )
 
-        What was postponed wakes it when the cooldown is over.
-        """
-        triggers, trigger = self.triggers.seen(signals)
-        if trigger is None and not self.cooling:
-            trigger = self.postponed
-        return replace(self, triggers=triggers), trigger
+    def woken(self, signals: Signals) -> tuple[Self, Wake | None]:
+        """Take in what a boundary saw; return what woke the controller."""
+        triggers, wake = self.triggers.seen(signals)
+        due = self.recheck
+        if wake is None and due is not None and self.step >= due.at_step:
+            wake = Wake(Trigger.RECHECK, due.why)
+        return replace(self, triggers=triggers), wake
 
     @property
-    def cooling(self) -> bool:
-        """Whether a transition is so recent that only urgent ones are admitted."""
-        since = self.steps_since_transition
-        return since is not None and since < self.triggers.policy.cooldown_steps
+    def _cooling_steps(self) -> int:
+        """Steps left in which only urgent transitions are admitted."""
+        since = self.history.steps_since_transition
+        return 0 if since is None else max(0, self.triggers.policy.cooldown_steps - since)
 
-    def decided(self, decision: Decision, trigger: Trigger) -> Self:
-        """Measure changes from here on."""
+    def decided(self, decision: Decision, wake: Wake) -> Self:
+        """Measure changes from here on; a refusal is looked at again, ever more rarely."""
+        looked = wake.trigger is Trigger.RECHECK and self.recheck is not None
+        recheck = None if looked else self.recheck
         refused = decision.path == "opportunistic" and not decision.admitted
-        return replace(
-            self,
-            triggers=self.triggers.decided(self.lengths.response_mean),
-            postponed=trigger if refused and self.cooling else None,
-        )
+        if refused and decision.candidate_plan != decision.current_plan:
+            pause = self.recheck.pause_steps if looked and self.recheck else _RECHECK_STEPS
+            wait = self._cooling_steps or pause
+            longer = min(2 * pause, _MAX_RECHECK_STEPS)
+            recheck = Recheck(
+                self.step + wait, longer, f"a better plan was refused {wait} steps ago"
+            )
+        triggers = self.triggers.decided(self.lengths.response_mean)
+        return replace(self, triggers=triggers, recheck=recheck)
 
     def attempted(self) -> Self:
         """A transition was tried: cool down, and trust no prediction for what runs now."""
-        return replace(self, steps_since_transition=0, plan_was_seen=False)
+        return replace(
+            self,
+            history=replace(
+                self.history,
+                steps_since_transition=0,
+                transitions=self.history.transitions + 1,
+            ),
+            plan_was_seen=False,
+            recheck=self._settling(self.triggers.policy, self.step),
+            triggers=self.triggers.changed(),
+        )
 
     def transitioned(self, predicted_s: float, measured_s: float) -> Self:
         """Learn what a transition cost."""
-        return replace(self, cost=self.cost.refined_transition(predicted_s, measured_s))
+        elapsed_s = self.history.elapsed_s + measured_s
+        return replace(
+            self,
+            cost=self.cost.refined_transition(predicted_s, measured_s),
+            history=replace(self.history, elapsed_s=elapsed_s),
+        )

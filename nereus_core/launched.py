@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 
@@ -28,6 +29,30 @@ class Launched(Protocol):
 
     def close(self) -> None:
         """End everything the job started. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """What a job that can be written to disk has besides.
+
+    One whose ``config.checkpoint.resume`` is set starts from what `save` wrote.
+    """
+
+    @property
+    def steps_done(self) -> int:
+        """RL steps done since the job first began, before it was resumed too."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the state after the step done last; ``folder`` appears at once and complete.
+
+        Called between steps, after a step that was completed.
+
+        Raises:
+            CheckpointError: it cannot be written; ``folder`` is as it was.
+            SeatDead, UnitLost: a device was lost; ``folder`` is as it was.
+        """
         ...
 
 

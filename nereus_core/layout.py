@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, Self
 
@@ -74,6 +75,7 @@ def check_layout(model: ModelSpec, layout: Layout) -> None:
         raise LayoutError(layout, model.name, problems)
 
 
+@lru_cache(maxsize=64)
 def layouts(
     model: ModelSpec, max_devices: int, degrees: Degrees = "powers_of_two"
 ) -> tuple[Layout, ...]:

@@ -10,7 +10,7 @@ from typing import NewType
 from nereus_core.cluster import Device
 from nereus_core.errors import DevicesBusy, Infeasible, LastUnit, NoSuchUnit, PrimitiveError
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ModelStage
+from nereus_core.workload import ModelStage, Stage
 
 OpId = NewType("OpId", str)
 
@@ -31,6 +31,8 @@ class Split:
     op_id: OpId
     parent: UnitId
     into: tuple[Unit, ...]
+    staging_bytes: int | None = None
+    """As of a Merge."""
 
     def __str__(self) -> str:
         return f"split {self.parent} -> {', '.join(map(str, self.into))}"
@@ -43,6 +45,9 @@ class Merge:
     op_id: OpId
     parents: tuple[UnitId, ...]
     into: Unit
+    staging_bytes: int | None = None
+    """Most bytes of new shards that may stand beside old ones on a device, the rest waits in host
+    memory until the old ones have gone; None: no limit."""
 
     def __str__(self) -> str:
         return f"merge {' + '.join(map(str, self.parents))} -> {self.into}"
@@ -50,15 +55,16 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """A new unit on newly acquired devices, its state copied from intact units."""
+    """A new unit on newly acquired devices, its state copied from intact units or the origin."""
 
     op_id: OpId
     sources: tuple[UnitId, ...]
-    """Units that hold the state: of the same stage, or of the train stage a follower follows."""
+    """Units that hold the state: of the same stage, or of the train stage a follower follows. None
+    of them: the state is loaded from the stage's origin (`workload.Node.origin`)."""
     unit: Unit
 
     def __str__(self) -> str:
-        return f"extend {self.unit} from {', '.join(map(str, self.sources))}"
+        return f"extend {self.unit} from {', '.join(map(str, self.sources)) or 'its origin'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +172,8 @@ def check(op: Primitive, units: UnitMap, parked: Container[UnitId] = ()) -> None
     if strangers:
         raise PrimitiveError(f"{op}: {strangers[0]} is not of {stage}.", op)
     if isinstance(op, Extend):
-        foreign = [u for u in op.sources if u.model_stage.model != stage.model]
-        if not op.sources or foreign:
+        foreign = any(u.model_stage.model != stage.model for u in op.sources)
+        if foreign or (not op.sources and stage.stage is Stage.TRAIN):
             raise PrimitiveError(f"{op}: sources must be units of model {stage.model!r}.", op)
     if len(set(ended(op))) != len(ended(op)):
         raise PrimitiveError(f"{op}: a unit is named twice.", op)

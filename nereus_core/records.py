@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from nereus_core.events import DevicesChanged, StepObserved
+from nereus_core.events import DevicesChanged, InputIgnored, StepObserved
 from nereus_core.observation import Observation
+from nereus_core.sane import Ignored
 from nereus_core.situation import Situation
+
+_NAMED = 4
+"""Devices that are named where many change; chosen for reading."""
 
 
 def step_observed(seen: Observation, predicted_s: float) -> StepObserved:
@@ -31,3 +35,21 @@ def devices_changed(step: int, before: Situation, now: Situation) -> DevicesChan
         returned=tuple(map(str, sorted(now.usable - before.usable))),
         lost_units=tuple(map(str, now.lost_units)),
     )
+
+
+def input_ignored(step: int, part: Ignored, count: int) -> InputIgnored:
+    """Record a part of an observation that was left out."""
+    return InputIgnored(step, part.field, part.value, part.reason, count)
+
+
+def supply(before: Situation, now: Situation) -> str:
+    """Say how the devices that plans may use changed."""
+    lost, returned = before.usable - now.usable, now.usable - before.usable
+    parts = [
+        f"{len(devices)} {word} ({', '.join(map(str, sorted(devices)[:_NAMED]))}"
+        f"{', ...' if len(devices) > _NAMED else ''})"
+        for word, devices in (("left", lost), ("came", returned))
+        if devices
+    ]
+    parts += [f"{len(now.lost_units)} units lost"] if now.lost_units else []
+    return f"devices: {', '.join(parts)}; {len(now.usable)} usable"

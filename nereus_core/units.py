@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
 from nereus_core.workload import ModelStage
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class UnitId:
+class UnitId(NamedTuple):
     """Names a unit, written ``actor/train#0``; never reused within a job."""
 
     model_stage: ModelStage

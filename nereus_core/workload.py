@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from nereus_core.cluster import Cluster
 from nereus_core.model import ModelSpec
@@ -18,9 +18,10 @@ class Stage(StrEnum):
     INFER = "infer"
     TRAIN = "train"
 
+    __hash__ = str.__hash__  # Enum's own is a function in Python, called for every model-stage
 
-@dataclass(frozen=True, slots=True, order=True)
-class ModelStage:
+
+class ModelStage(NamedTuple):
     """One model in one stage, written ``actor/train``."""
 
     model: str
@@ -49,6 +50,8 @@ class Node:
     """How often the stage runs per step (ReMax generates twice: sampled, then greedy)."""
     weights_from: ModelStage | None = None
     """The train stage whose weights this one follows; None when its weights are frozen or own."""
+    origin: bool = False
+    """Whether its weights never change and can be loaded again from where they first came from."""
 
 
 Algorithm = Literal["ppo", "grpo", "remax"]
@@ -92,7 +95,7 @@ def ppo(*, asynchronous: bool = False) -> Workload:
         "ppo",
         (
             Node(ACTOR_GENERATE, weights_from=ACTOR_TRAIN),
-            Node(REF_INFER, (ACTOR_GENERATE,)),
+            Node(REF_INFER, (ACTOR_GENERATE,), origin=True),
             Node(CRITIC_INFER, (ACTOR_GENERATE,), weights_from=CRITIC_TRAIN),
             Node(CRITIC_TRAIN, (CRITIC_INFER, REF_INFER)),
             Node(ACTOR_TRAIN, (CRITIC_INFER, REF_INFER)),
@@ -106,7 +109,7 @@ def _critic_free(algorithm: Algorithm, passes: int, *, asynchronous: bool) -> Wo
         algorithm,
         (
             Node(ACTOR_GENERATE, passes=passes, weights_from=ACTOR_TRAIN),
-            Node(REF_INFER, (ACTOR_GENERATE,)),
+            Node(REF_INFER, (ACTOR_GENERATE,), origin=True),
             Node(ACTOR_TRAIN, (REF_INFER,)),
         ),
         asynchronous,
@@ -154,6 +157,10 @@ BFLOAT16_MIXED = Precision("bfloat16", 2, 4, 4, 4)
 PRECISIONS = {p.compute: p for p in (FLOAT64, FLOAT32, BFLOAT16_MIXED)}
 
 
+Recompute = Literal["none", "full"]
+"""Activations that a backward pass computes again: none, or all but the inputs of layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """The static facts of a running job."""
@@ -169,6 +176,13 @@ class Job:
     precision: Precision = FLOAT32
     micro_batch: int = 1
     """Sequences a unit holds in one forward/backward."""
+    num_steps: int | None = None
+    """RL steps that the job runs in all, where it has said so: no saving outlives it."""
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks share out the activations that they would all hold otherwise."""
+    sharded_optimizer: bool = False
+    """Units of a train stage share its optimizer state out among themselves (ZeRO stage 1)."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""

@@ -5,13 +5,18 @@ Implement it with ``hookimpl(optionalhook=True)``: then the plugin needs nothing
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nereus_core.harness import Harness
 from nereus_core.hookspecs import hookspec
 
 
 @hookspec(firstresult=True)
-def nereus_conformance_harness(name: str, tier: str) -> Harness | None:
+def nereus_conformance_harness(name: str, tier: str, options: Mapping[str, str]) -> Harness | None:
     """Return a harness for adapter *name* in a tier, or None when there is none.
+
+    *options* are the ``--harness KEY=VALUE`` of the run: what an adapter has more than one of (the
+    torch adapter's ``pool=ray``); an implementation that has none leaves the argument out.
 
     Import the backend here. Stops at the first result that is not None.
 

@@ -22,6 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("contract", "real", "gpu"),
         help="over what: a simulated world, the framework on CPU, or on accelerators",
     )
+    group.addoption(
+        "--harness",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="an option of the adapter's harness, e.g. pool=ray",
+    )
     group.addoption("--conformance-report", metavar="FILE", help="write a JSON report to FILE")
     group.addoption("--trials", type=int, default=8, help="transitions with a fault; 8 by default")
     group.addoption("--seed", type=int, default=0, help="seed of random orders and walks")

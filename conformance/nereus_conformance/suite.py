@@ -45,9 +45,11 @@ class Suite:
         tier: Tier,
         seed: int,
         report: Report,
+        options: Mapping[str, str],
     ) -> None:
         self.registry, self.declaration, self.plugin = registry, declaration, plugin
         self.status, self.tier, self.seed, self.report = status, tier, seed, report
+        self.options = options
 
     @classmethod
     def of(cls, config: pytest.Config) -> Suite:
@@ -75,7 +77,10 @@ class Suite:
             seed=seed,
             path=Path(path) if path else None,
         )
-        return cls(registry, declaration, installed.plugin, installed.status, tier, seed, report)
+        options = dict(_pair(text) for text in config.getoption("--harness"))
+        return cls(
+            registry, declaration, installed.plugin, installed.status, tier, seed, report, options
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -110,7 +115,7 @@ class Suite:
             pytest.skip(f"adapter {name!r} declares no tier: nothing can be launched")
         try:
             harness: Harness | None = self.registry.ask(
-                name, "nereus_conformance_harness", tier=self.tier
+                name, "nereus_conformance_harness", tier=self.tier, options=self.options
             )
         except DevicesMissing as missing:
             pytest.skip(f"tier {self.tier} of {name} {missing}")
@@ -243,3 +248,11 @@ def _needs(item: pytest.Item) -> Iterator[Need]:
         stage = params.get("stage", marker.kwargs.get("stage", Stage.TRAIN))
         for need in marker.args:
             yield need if isinstance(need, Feature) else (need, Stage(str(stage)))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Take ``KEY=VALUE`` apart; raises UsageError for anything else."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise pytest.UsageError(f"--harness {text!r}: expected KEY=VALUE, e.g. pool=ray")
+    return key, value

@@ -11,6 +11,7 @@ import typer
 from nereus_core.cli.outcome import print_json
 from nereus_core.errors import ConfigError
 from nereus_core.report.explain import explain as explained
+from nereus_core.report.explain import explain_ignored
 from nereus_core.report.record import RunRecord
 
 
@@ -38,4 +39,6 @@ def explain(
         print_json([dataclasses.asdict(d) for d in run.decisions if step in (None, d.step)])
         return
     blocks = list(explained(run, step))
+    if step is None and (ignored := explain_ignored(run)):
+        blocks.append(ignored)
     typer.echo("\n\n".join(blocks) if blocks else "Nothing woke the planner in this run.")

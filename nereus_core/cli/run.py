@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import time
@@ -17,10 +18,11 @@ import typer
 from rich.console import Console
 
 from nereus_core.attach import attached
+from nereus_core.checkpoints import Checkpoints
 from nereus_core.config import NereusConfig
-from nereus_core.errors import ConfigError
+from nereus_core.errors import CheckpointError, ConfigError
 from nereus_core.events import EventLog
-from nereus_core.launched import Timed
+from nereus_core.launched import Saves, Timed
 from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_core.report.live import view_on
@@ -47,6 +49,10 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration, as TOML."),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint to go on from, or a folder of them: the newest is taken."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print paths only.")] = False,
 ) -> None:
     """Run a job under Nereus: it is started, watched, and changed when that pays.
@@ -61,16 +67,25 @@ def run(
 
       nereus run nereus.toml --mode observe --steps 20 --run-dir runs/fixed
 
+      nereus run nereus.toml --resume runs/latest/checkpoints
+
       nereus run nereus.toml --set policy.delta=0.1 --set 'backend.events=[]'
     """
-    settings = _settings(config, assign or [], adapter, mode, run_dir)
+    settings = _settings(config, assign or [], adapter, mode, run_dir, resume)
     sys.path.insert(0, str(config.resolve().parent))
     settings.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     events = settings.run_dir / "events.jsonl"
     console = Console()
     try:
         with _terminated_is_interrupted():
-            _drive(settings, events, console, steps, quiet)
+            options = {"--adapter": adapter, "--mode": mode, "--run-dir": run_dir}
+            command = _command(config, options, assign or [])
+            checkpoints = Checkpoints(
+                settings.checkpoint,
+                settings.run_dir,
+                lambda folder: f"{command} --resume {shlex.quote(str(folder))}",
+            )
+            _drive(settings, events, console, steps, checkpoints, quiet)
     finally:
         if events.exists() and (recorded := last_run(events)):
             write_traces((event for event, _ in recorded), settings.run_dir / "traces")
@@ -84,12 +99,15 @@ def _settings(
     adapter: str | None,
     mode: str | None,
     run_dir: Path | None,
+    resume: Path | None,
 ) -> NereusConfig:
     """Read the file, then what the command line says instead."""
     settings = NereusConfig.load(config)
     values = settings.model_dump()
     for text in assignments:
         values = _merged(values, _assignment(text))
+    if resume is not None:
+        values = _merged(values, {"checkpoint": {"resume": resume}})
     given = {"adapter": adapter, "mode": mode, "run_dir": run_dir}
     return NereusConfig.of(values | {key: v for key, v in given.items() if v is not None})
 
@@ -115,19 +133,40 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
+def _command(config: Path, options: Mapping[str, object], assign: Sequence[str]) -> str:
+    """Spell this command with the options that were given, but not what it goes on from."""
+    words = ["nereus", "run", str(config)]
+    for option, value in options.items():
+        words += [] if value is None else [option, str(value)]
+    for assignment in assign:
+        words += ["--set", assignment]
+    return shlex.join(words)
+
+
 def _drive(
-    settings: NereusConfig, events: Path, console: Console, steps: int | None, quiet: bool
+    settings: NereusConfig,
+    events: Path,
+    console: Console,
+    steps: int | None,
+    checkpoints: Checkpoints,
+    quiet: bool,
 ) -> None:
     """Launch, attach, and loop; everything that was opened is closed, in reverse order."""
     registry = Registry.load()
     with ExitStack() as opened:
         launched = opened.enter_context(closing(registry.launch(settings.adapter, settings)))
+        if settings.checkpoint.resume is not None and not isinstance(launched, Saves):
+            raise CheckpointError(
+                settings.checkpoint.resume,
+                f"jobs of adapter {settings.adapter!r} resume from none",
+                "start without --resume",
+            )
         clock = launched.clock_s if isinstance(launched, Timed) else time.monotonic
         log = opened.enter_context(EventLog(events, clock))
         if not quiet:
             log.subscribe(opened.enter_context(view_on(console)))
         controller = opened.enter_context(attached(registry, launched.handle, settings, log, clock))
-        ran = drive(launched, controller.at_boundary, max_steps=steps)
+        ran = drive(launched, controller.at_boundary, max_steps=steps, checkpoints=checkpoints)
         controller.finished("done" if launched.finished else f"stopped after {ran.steps} steps")
 
 

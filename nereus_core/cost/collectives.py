@@ -1,7 +1,7 @@
-"""Ideal seconds of messages: the alpha-beta model of a link, ring algorithms.
+"""Ideal seconds of messages, added to the class of the link they cross.
 
-Source: Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in
-MPICH": a ring all-reduce of n ranks sends 2(n-1)/n of the bytes in 2(n-1) messages.
+Ideal is at the fraction of the link's bandwidth that its curve reaches (`kernels.messages`): the
+class's prior efficiency. A link nobody measured has the alpha-beta model of its specification.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from nereus_core.cluster import Cluster, LinkSpec
-from nereus_core.cost.op_classes import BoolArray, Column, FloatArray, OpClass, Work
+from nereus_core.cost.kernels import Collective, message_curve
+from nereus_core.cost.op_classes import BoolArray, Column, FloatArray, IntArray, OpClass, Work
 
 
-def ring_s(link: LinkSpec, ranks: FloatArray, size_bytes: Column, passes: int) -> FloatArray:
-    """Seconds of a ring over so many ranks; one rank sends nothing.
-
-    Args:
-        link: the slowest link that the ring crosses.
-        ranks: members of the ring.
-        size_bytes: bytes of the whole tensor.
-        passes: 2 for all-reduce, 1 for all-gather and reduce-scatter.
-    """
-    hops = passes * (ranks - 1)
-    return np.asarray(hops / ranks * size_bytes / link.bytes_per_s + hops * link.latency_s)
+def message_s(link: LinkSpec, what: Collective, ranks: Column, size_bytes: Column) -> FloatArray:
+    """Ideal seconds of one collective of so many ranks over a link."""
+    curve = message_curve(what, link)
+    return curve.seconds(link, what, ranks, size_bytes) * curve.bandwidth_fraction
 
 
 def add_all_reduce(
@@ -33,10 +27,9 @@ def add_all_reduce(
     size_bytes: Column,
     times: Column,
 ) -> None:
-    """Add ``times`` all-reduces of so many bytes each."""
-    intra_s = times * ring_s(cluster.intra_node, ranks, size_bytes, 2)
-    inter_s = times * ring_s(cluster.inter_node, ranks, size_bytes, 2)
-    work.add_by_link(OpClass.ALL_REDUCE_INTRA, OpClass.ALL_REDUCE_INTER, crosses, intra_s, inter_s)
+    """Add ``times`` all-reduces of so many bytes each, per option or [..., options] summed up."""
+    classes = OpClass.ALL_REDUCE_INTRA, OpClass.ALL_REDUCE_INTER
+    _add(work, cluster, classes, Collective.ALL_REDUCE, crosses, ranks, size_bytes, times)
 
 
 def add_all_gather(
@@ -48,16 +41,45 @@ def add_all_gather(
     times: Column,
 ) -> None:
     """Add ``times`` all-gathers whose result has so many bytes."""
-    intra_s = times * ring_s(cluster.intra_node, ranks, size_bytes, 1)
-    inter_s = times * ring_s(cluster.inter_node, ranks, size_bytes, 1)
-    work.add_by_link(OpClass.ALL_GATHER_INTRA, OpClass.ALL_GATHER_INTER, crosses, intra_s, inter_s)
+    classes = OpClass.ALL_GATHER_INTRA, OpClass.ALL_GATHER_INTER
+    _add(work, cluster, classes, Collective.ALL_GATHER, crosses, ranks, size_bytes, times)
 
 
 def add_p2p(
     work: Work, cluster: Cluster, crosses: BoolArray, size_bytes: Column, times: Column
 ) -> None:
     """Add ``times`` messages of so many bytes each."""
-    intra, inter = cluster.intra_node, cluster.inter_node
-    intra_s = np.asarray(times * (size_bytes / intra.bytes_per_s + intra.latency_s))
-    inter_s = np.asarray(times * (size_bytes / inter.bytes_per_s + inter.latency_s))
-    work.add_by_link(OpClass.P2P_INTRA, OpClass.P2P_INTER, crosses, intra_s, inter_s)
+    classes = OpClass.P2P_INTRA, OpClass.P2P_INTER
+    _add(work, cluster, classes, Collective.P2P, crosses, 2.0, size_bytes, times)
+
+
+def _add(
+    work: Work,
+    cluster: Cluster,
+    classes: tuple[OpClass, OpClass],
+    what: Collective,
+    crosses: BoolArray,
+    ranks: Column,
+    size_bytes: Column,
+    times: Column,
+) -> None:
+    sent = np.broadcast_to(np.any(np.atleast_2d(times) != 0, axis=0), crosses.shape)
+    if what is not Collective.P2P:
+        sent = sent & (np.asarray(ranks) > 1)
+    for link, op_class, on in (
+        (cluster.intra_node, classes[0], sent & ~crosses),
+        (cluster.inter_node, classes[1], sent & crosses),
+    ):
+        rows = np.flatnonzero(on)
+        if len(rows):
+            each = message_s(link, what, _of(ranks, rows), _of(size_bytes, rows))
+            work.add_rows(op_class, rows, _per_option(_of(times, rows) * each))
+
+
+def _of(column: Column, rows: IntArray) -> Column:
+    """Some options of a column, or the one number for all."""
+    return column[..., rows] if isinstance(column, np.ndarray) and column.ndim else column
+
+
+def _per_option(seconds: FloatArray) -> FloatArray:
+    return np.asarray(seconds.sum(axis=0) if seconds.ndim > 1 else seconds)

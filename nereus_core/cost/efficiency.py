@@ -18,28 +18,10 @@ from typing import Self
 import numpy as np
 
 from nereus_core.cluster import Cluster
+from nereus_core.cost.curves import CHOSEN
 from nereus_core.cost.op_classes import CLASSES, INDEX, FloatArray, OpClass
 from nereus_core.workload import ModelStage
 
-# Chosen, not measured: about what untuned code reaches, so that a class never seen is not
-# flattered. A plan that wins only by such a class has to win by its lower bound.
-_PRIOR: Mapping[OpClass, float] = {
-    OpClass.GEMM: 0.4,
-    OpClass.GEMM_DECODE: 0.4,
-    OpClass.ATTENTION_PREFILL: 0.3,
-    OpClass.ATTENTION_DECODE: 0.3,
-    OpClass.MEMORY_BOUND: 0.5,
-    OpClass.HEAD: 0.4,
-    OpClass.ALL_REDUCE_INTRA: 0.5,
-    OpClass.ALL_REDUCE_INTER: 0.4,
-    OpClass.ALL_GATHER_INTRA: 0.5,
-    OpClass.ALL_GATHER_INTER: 0.4,
-    OpClass.P2P_INTRA: 0.5,
-    OpClass.P2P_INTER: 0.4,
-    OpClass.LAUNCH: 0.5,
-    OpClass.COPY: 0.4,
-    OpClass.FIXED: 0.5,
-}
 _PRIOR_DEVIATION = 0.5
 """Of a log inverse efficiency before it is seen: a factor 1.65; chosen, not measured."""
 _RESIDUAL_DEVIATION = 0.15
@@ -84,7 +66,7 @@ class EfficiencyTable:
         for op_class, value in given.items():
             if not 0 < value <= 1:
                 raise ValueError(f"efficiency of {op_class} is {value}; expected in (0, 1]")
-        values = [given.get(c, _PRIOR[c]) for c in CLASSES]
+        values = [given.get(c, CHOSEN[c]) for c in CLASSES]
         # What was measured on such a device is trusted three times as much as what was chosen.
         deviations = [_PRIOR_DEVIATION / (3 if c in given else 1) for c in CLASSES]
         source = f"chosen, not measured, for {cluster.device_spec.name}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
 
 from nereus_core.cost.op_classes import FloatArray
+from nereus_core.errors import CostInputError
 from nereus_core.observation import Observation
 from nereus_core.workload import Job
 
@@ -23,6 +25,19 @@ class Lengths:
     response_mean: float
     response_p95: float
     response_max: float
+    response_quantiles: tuple[float, ...] = ()
+    """At `QUANTILE_LEVELS`, where known; otherwise a shape is assumed that has the figures above.
+
+    Used only in proportion to their own mean, so that a forecast may move the mean alone."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[:-1]:
+            value = getattr(self, field.name)
+            if not 0 <= value < math.inf:
+                raise CostInputError(field.name, value, "a finite number of tokens, zero or more")
+        if not self.response_mean <= self.response_p95 <= self.response_max:
+            found = f"{self.response_mean:g}, {self.response_p95:g}, {self.response_max:g}"
+            raise CostInputError("response mean, p95, max", found, "them in rising order")
 
     @classmethod
     def of(cls, observation: Observation) -> Self:
@@ -30,7 +45,8 @@ class Lengths:
         prompt, response = observation.prompt_tokens, observation.response_tokens
         mean = max(1.0, response.mean)
         p95 = max(mean, response.p95)
-        return cls(max(1.0, prompt.mean), mean, p95, max(p95, float(response.max)))
+        longest = max(p95, float(response.max))
+        return cls(max(1.0, prompt.mean), mean, p95, longest, response.quantiles)
 
     @classmethod
     def of_job(cls, job: Job) -> Self:

@@ -26,6 +26,8 @@ class Options:
     tp_crosses: BoolArray
     pp_crosses: BoolArray
     dp_crosses: BoolArray
+    dp_rails: IntArray | None = None
+    """Units of a gradient ring that share a node, where they do; None: one each."""
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -35,6 +37,18 @@ class Options:
         """Options none of whose groups crosses a node."""
         no = np.zeros(len(tp), dtype=np.bool_)
         return cls(tp, pp, dp, no, no, no)
+
+    def take(self, rows: IntArray | slice) -> Self:
+        """Return some of the rows."""
+        return type(self)(
+            self.tp[rows],
+            self.pp[rows],
+            self.dp[rows],
+            self.tp_crosses[rows],
+            self.pp_crosses[rows],
+            self.dp_crosses[rows],
+            None if self.dp_rails is None else self.dp_rails[rows],
+        )
 
     @property
     def num_devices(self) -> IntArray:

@@ -9,22 +9,24 @@ use all devices of its group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 
 from nereus_core.cost import CostModel, Lengths, StepCost
 from nereus_core.errors import NoFeasiblePlan
 from nereus_core.plan import Placement, Plan, plan_problems
+from nereus_core.planner.bounds import TIE, Bounds, partitions
+from nereus_core.planner.colocating import least_s
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.nearest import tightest
 from nereus_core.planner.placing import Placer
-from nereus_core.planner.search import TIE, Found, search
+from nereus_core.planner.search import Found, search
 from nereus_core.planner.space import Space
+from nereus_core.planner.watch import Watch
 from nereus_core.workload import Job
 
-__all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "best", "still_good"]
+__all__ = ["Candidate", "Constraints", "Planned", "RunnerUp", "Watch", "best", "still_good"]
 
 _RUNNER_UPS = 5
 _CURRENT = "the current plan: "
@@ -53,12 +55,16 @@ class Planned:
     """The result of planning."""
 
     best: Candidate
-    runner_ups: tuple[RunnerUp, ...]
-    """Fastest first, the ones that do not fit last."""
     searched: int
     """Arrangements of groups that were solved exactly; bounds ruled out the others."""
-    relaxed: tuple[str, ...] = ()
+    relaxed: tuple[str, ...]
     """Least numbers of units that could not be had, in words."""
+    _losers: Callable[[], tuple[RunnerUp, ...]] = field(repr=False, compare=False)
+
+    @property
+    def runner_ups(self) -> tuple[RunnerUp, ...]:
+        """Plans that lost, fastest first, the ones that do not fit last; worked out when read."""
+        return self._losers()
 
 
 def best(
@@ -77,7 +83,7 @@ def best(
     if not found.best and constraints.min_dp:
         space, found = _searched(cost, lengths, constraints.asking({}), running)
     if not found.best:
-        raise NoFeasiblePlan(space.num_devices, tightest(space, _together(space)))
+        raise NoFeasiblePlan(space.num_devices, tightest(space))
     placer = Placer(space, running)
     plan = _chosen(placer, found, current)
     chosen = Candidate(plan, cost.step(plan, lengths))
@@ -86,20 +92,15 @@ def best(
         for stage, asked in sorted(constraints.min_dp.items())
         if stage in plan and plan[stage].dp < asked
     )
-    return Planned(chosen, _runner_ups(placer, found, chosen), found.searched, relaxed)
+    losers = cache(lambda: _runner_ups(placer, found, chosen))
+    return Planned(chosen, found.searched, relaxed, losers)
 
 
 def _searched(
     cost: CostModel, lengths: Lengths, constraints: Constraints, running: Plan | None
 ) -> tuple[Space, Found]:
     space = Space.of(cost, lengths, constraints, running)
-    return space, search(space, _together(space))
-
-
-def _together(space: Space) -> list[frozenset[int]]:
-    """Stages that must share devices, by index."""
-    index = {stage: i for i, stage in enumerate(space.stages)}
-    return [frozenset(index[s] for s in g if s in index) for g in space.constraints.colocate]
+    return space, search(space)
 
 
 def still_good(
@@ -107,27 +108,25 @@ def still_good(
 ) -> bool:
     """Whether the current plan fits and is within ``delta`` of the best possible, by bounds alone.
 
-    No search: a level of the step takes at least its slowest stage alone on all devices, and at
-    least the least device-seconds of its stages over all devices. False may also mean that the
-    bound is too weak to tell.
+    No search: every assignment of devices to two groups or more takes at least its slowest stages
+    each alone, and all stages on one group at least their seconds with a price on the memory that
+    they share. False may also mean that the bounds are too weak to tell. `Watch` answers the same
+    from what it has worked out before.
     """
     if plan_problems(current, cost.job):
         return False
     space = Space.of(cost, lengths, constraints, current)
     if not _usable(space, current):
         return False
-    least = space.least_s()
-    device_s = (least * space.sizes).min(axis=1)
-    level = np.array([o.level for o in space.options])
-    bound = np.array(
-        [
-            max(least[level == n, -1].max(), device_s[level == n].sum() / space.num_devices)
-            for n in range(space.num_levels)
-        ]
-    )
-    whole_s = max(least[:, -1].max(), device_s.sum() / space.num_devices)
-    bound_s = float(space.objective(bound, np.array(whole_s))) + cost.between.seconds
-    return cost.step(current, lengths).step.mean_s <= (1 + delta) * bound_s
+    between_s = cost.between.seconds
+    limit_s = (cost.step(current, lengths).step.mean_s) / (1 + delta) - between_s
+    bounds = Bounds(space, space.least_s())
+    others = [p for p in partitions(len(space.stages), space.together) if len(p) > 1]
+    others = [p for p in others if len(p) <= space.num_devices]
+    beaten = [p for p, b in zip(others, bounds.of_partitions(others), strict=True) if b < limit_s]
+    if any(len(bounds.assignments(p, limit_s * (1 - TIE))[0]) for p in beaten):
+        return False
+    return least_s(space.alone_together(), cost.capacity_bytes) >= limit_s * (1 - TIE)
 
 
 def _intact(plan: Plan, job: Job) -> Plan:
@@ -180,7 +179,7 @@ def _runner_ups(placer: Placer, found: Found, chosen: Candidate) -> tuple[Runner
         consider(placer.current, _CURRENT)
     for plan in placer.variants(found.best[0]):
         consider(plan)
-    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others):
+    for solution in (*found.best[1 : _RUNNER_UPS + 1], *found.others()):
         consider(placer.canonical(solution))
     consider(placer.unbounded(found.best[0]))
     return _shortest(fit, unfit)

@@ -44,12 +44,14 @@ class Shape:
         dp_crosses = (dp > 1) & (dp * pp > per_node[0])
         pp_crosses = np.zeros(len(tp), dtype=np.bool_)
         start = np.zeros(len(tp), dtype=np.int64)
+        used = dp * pp
         for groups, (_, times) in zip(per_node, self.pieces, strict=True):
             # Node boundaries after each node of this kind: start + k * groups, k = 1 .. times. A
-            # boundary inside the used range that is no multiple of pp lies inside a unit.
-            for k in range(1, min(times, int(pp.max())) + 1):
+            # boundary inside the used range that is no multiple of pp lies inside a unit. The first
+            # boundary that is none is at k = 1 or 2: if both are multiples, groups is one.
+            for k in range(1, min(times, 2) + 1):
                 boundary = start + k * groups
-                pp_crosses |= (groups > 0) & (boundary < dp * pp) & (boundary % pp != 0)
+                pp_crosses |= (groups > 0) & (boundary < used) & (boundary % pp != 0)
             start = start + groups * times
         return fits, pp_crosses, dp_crosses
 

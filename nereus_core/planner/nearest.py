@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from nereus_core.plan import Plan
+from nereus_core.planner.bounds import Block, partitions
 from nereus_core.planner.groups import Shape, cut, packed, shape_between
-from nereus_core.planner.search import Block, partitions
 from nereus_core.planner.space import Space
 
 
-def tightest(space: Space, together: Sequence[frozenset[int]]) -> str:
+def tightest(space: Space) -> str:
     """Describe the plan whose fullest device exceeds its memory least.
 
     Per partition of stages into groups, devices are shared out by need and every stage takes the
     choice that needs least of each; that is where one would have to save.
     """
     nearest: tuple[int, str] | None = None
-    for blocks in partitions(range(len(space.stages)), together):
+    for blocks in partitions(len(space.stages), space.together):
         plan = _smallest(space, blocks)
         if plan is None:
             continue
@@ -36,7 +34,7 @@ def _smallest(space: Space, blocks: tuple[Block, ...]) -> Plan | None:
     """The plan of a partition that needs least memory, or None where something cannot be packed."""
     if len(blocks) > space.num_devices:
         return None
-    least = [_needs(space, i) * o.num_devices for i, o in enumerate(space.options)]
+    least = [_needs(space, i) * o.grid.num_devices for i, o in enumerate(space.options)]
     wants = np.array([sum(least[i].min() for i in block) for block in blocks])
     spare = space.num_devices - len(blocks)
     sizes = [1 + int(spare * want / wants.sum()) for want in wants]
@@ -62,7 +60,7 @@ def _needs(space: Space, index: int) -> np.ndarray[tuple[int], np.dtype[np.float
 
 def _smallest_row(space: Space, index: int, shape: Shape) -> int | None:
     o = space.options[index]
-    fits, _, _ = shape.fitted(o.tp, o.pp, o.dp)
+    fits, _ = o.grid.fitted(shape)
     if not fits.any():
         return None
     return int(np.where(fits, _needs(space, index), np.inf).argmin())

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.cost.op_classes import BoolArray, FloatArray, IntArray
+
+_BLOCK = 64
+"""Rows compared with each other at once; chosen for speed."""
 
 
 def front(rows: FloatArray) -> IntArray:
     """Indices of the rows that are on the front (all columns minimized), best first column first.
 
-    Of equal rows the first is kept. Cost: O(rows x front), vectorized over rows.
+    Of equal rows the first is kept. Cost: O(rows x front), vectorized over blocks of rows.
     """
+    if len(rows) < 2:
+        return np.arange(len(rows))
     left = np.lexsort(rows.T[::-1])
-    kept: list[int] = []
+    kept: list[IntArray] = []
     while len(left):
-        # In lexicographic order no later row can dominate the first one.
-        kept.append(int(left[0]))
-        left = left[(rows[left] < rows[left[0]]).any(axis=1)]
-    return np.array(kept, dtype=np.int64)
+        # In lexicographic order no later row can dominate an earlier one, unless it is its equal.
+        block, left = left[:_BLOCK], left[_BLOCK:]
+        members = rows[block]
+        beaten = np.tril(_covers(members, members).T, -1).any(axis=1)
+        block, members = block[~beaten], members[~beaten]
+        kept.append(block)
+        if len(left):
+            left = left[~_covers(members, rows[left]).any(axis=0)]
+    return np.concatenate(kept)
+
+
+def _covers(some: FloatArray, others: FloatArray) -> BoolArray:
+    """Whether each of some [n, column] is nowhere worse than each of others [m, column]: [n, m]."""
+    found = some[:, None, 0] <= others[None, :, 0]
+    for column in range(1, some.shape[1]):
+        found &= some[:, None, column] <= others[None, :, column]
+    return found

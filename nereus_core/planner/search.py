@@ -7,26 +7,22 @@ visited in order of its bound, with the groups' true shapes on the nodes and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
 from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.planner.bounds import TIE, Blocks, Bounds, partitions
+from nereus_core.planner.colocating import Front
 from nereus_core.planner.groups import Shape, cut, shape_between
 from nereus_core.planner.pareto import front
-from nereus_core.planner.space import Front, Space
+from nereus_core.planner.space import Space
 
-TIE = 1e-9
-"""Relative difference of predicted seconds below which two plans are equally fast."""
 _TIED_KEPT = 32
 """Equally fast solutions kept to choose the one nearest to the current plan."""
 _OTHERS = 4
 """Other partitions solved at least once, to be shown as runners-up."""
-
-Block = tuple[int, ...]
-"""Indices of the stages of one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class Solution:
 
     seconds: float
     """Of the stages and their synchronization, as the space counts them."""
-    blocks: tuple[Block, ...]
+    blocks: Blocks
     sizes: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
 
@@ -46,34 +42,15 @@ class Found:
 
     best: tuple[Solution, ...]
     """Equally fast ones, in the order found; empty when nothing fits."""
-    others: tuple[Solution, ...]
-    """The best of other partitions that were looked at, fastest first."""
     searched: int
     """Assignments of sizes that were solved exactly."""
+    others: Callable[[], tuple[Solution, ...]]
+    """Finds the best of other partitions, fastest first: to be shown as runners-up."""
 
 
-def partitions(
-    stages: Sequence[int], together: Sequence[frozenset[int]]
-) -> Iterator[tuple[Block, ...]]:
-    """All set partitions that keep stages together that must be; deterministic order."""
-
-    def extend(blocks: tuple[Block, ...], left: Sequence[int]) -> Iterator[tuple[Block, ...]]:
-        if not left:
-            yield blocks
-            return
-        for i, block in enumerate(blocks):
-            grown = (*blocks[:i], (*block, left[0]), *blocks[i + 1 :])
-            yield from extend(grown, left[1:])
-        yield from extend((*blocks, (left[0],)), left[1:])
-
-    for blocks in extend((), stages):
-        if all(any(group <= set(block) for block in blocks) for group in together):
-            yield blocks
-
-
-def search(space: Space, together: Sequence[frozenset[int]]) -> Found:
+def search(space: Space) -> Found:
     """Find the fastest solutions; exact on the space."""
-    return _Search(space).run(together)
+    return _Search(space).run()
 
 
 class _Search:
@@ -81,81 +58,59 @@ class _Search:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._least = space.least_s()
+        self._bounds = Bounds(space, space.least_s())
         self._best_s = np.inf
         self._tied: list[Solution] = []
-        self._by_partition: dict[tuple[Block, ...], Solution] = {}
+        self._by_partition: dict[Blocks, Solution] = {}
         self._searched = 0
         self._shapes: dict[tuple[int, int], Shape] = {}
 
-    def run(self, together: Sequence[frozenset[int]]) -> Found:
-        bounded = [
-            (self._bound(blocks), blocks)
-            for blocks in partitions(range(len(self._space.stages)), together)
+    def run(self) -> Found:
+        candidates = [
+            blocks
+            for blocks in partitions(len(self._space.stages), self._space.together)
             if len(blocks) <= self._space.num_devices
         ]
+        bounded = list(zip(self._bounds.of_partitions(candidates), candidates, strict=True))
         # All together first: its fronts are small, and its step prunes the other partitions.
         for bound, blocks in sorted(bounded, key=lambda b: (len(b[1]) > 1, b)):
             if bound <= self._best_s * (1 + TIE) and bound < np.inf:
                 self._visit(blocks)
-        self._look_at_others(blocks for bound, blocks in sorted(bounded) if bound < np.inf)
         best = tuple(s for s in self._tied if s.seconds <= self._best_s * (1 + TIE))
-        taken = {s.blocks for s in best[:1]}
-        others = sorted(
-            (s for b, s in self._by_partition.items() if b not in taken),
-            key=lambda s: (s.seconds, s.blocks),
-        )
-        return Found(best, tuple(others), self._searched)
+        likely = [blocks for bound, blocks in sorted(bounded) if bound < np.inf]
+        return Found(best, self._searched, lambda: self._others(best, likely))
 
-    def _look_at_others(self, by_bound: Iterable[tuple[Block, ...]]) -> None:
-        """Solve a likely assignment of partitions ruled out by bounds: to show why they lost."""
-        for blocks in islice(by_bound, 3 * _OTHERS):
+    def _others(self, best: Sequence[Solution], by_bound: Sequence[Blocks]) -> tuple[Solution, ...]:
+        """Solve a likely assignment of partitions ruled out by bounds too: why did they lose?"""
+        for blocks in by_bound[: 3 * _OTHERS]:
             if len(self._by_partition) > _OTHERS:
-                return
+                break
             if blocks not in self._by_partition:
                 self._solve(blocks, self._likely_sizes(blocks), np.inf)
+        taken = {s.blocks for s in best[:1]}
+        others = [s for b, s in self._by_partition.items() if b not in taken]
+        return tuple(sorted(others, key=lambda s: (s.seconds, s.blocks)))
 
-    def _likely_sizes(self, blocks: tuple[Block, ...]) -> tuple[int, ...]:
+    def _likely_sizes(self, blocks: Blocks) -> tuple[int, ...]:
         """Grow the group whose growth shortens the bound most until the devices are used up."""
-        space = self._space
-        least = np.stack([self._block_least(block) for block in blocks])
+        space, groups = self._space, np.arange(len(blocks))
+        least = np.stack([self._bounds.block(block) for block in blocks])
+        least = np.where(np.isfinite(least), least, 1e9)  # shrink the number of misfits
         at = np.zeros(len(blocks), dtype=np.int64)
-
-        def bound(trial: IntArray) -> tuple[float, float]:
-            level_s = least[np.arange(len(blocks)), trial]
-            finite = np.where(np.isfinite(level_s), level_s, 1e9)  # shrink the number of misfits
-            group_s = finite.sum(axis=1)
-            return float(space.objective(finite.max(axis=0), group_s.max())), float(group_s.sum())
-
         while True:
-            grown = [at + (np.arange(len(blocks)) == i) for i in range(len(blocks))]
-            grown = [
-                g
-                for g in grown
-                if g.max() < len(space.sizes) and space.sizes[g].sum() <= space.num_devices
-            ]
-            if not grown:
+            grown = at + np.eye(len(blocks), dtype=np.int64)
+            grown = grown[grown.max(axis=1) < len(space.sizes)]
+            grown = grown[space.sizes[grown].sum(axis=1) <= space.num_devices]
+            if not len(grown):
                 return tuple(int(z) for z in space.sizes[at])
-            at = min(grown, key=bound)
+            level_s = least[groups, grown]  # [trial, group, level]
+            group_s = level_s.sum(axis=2)
+            seconds = space.objective(level_s.max(axis=1), group_s.max(axis=1))
+            at = grown[np.lexsort((group_s.sum(axis=1), seconds))[0]]
 
-    def _block_least(self, block: Block) -> FloatArray:
-        """Lower bound of a block's seconds per level in a group of each size [size, level]."""
-        found = np.zeros((len(self._space.sizes), self._space.num_levels))
-        for stage in block:
-            found[:, self._space.options[stage].level] += self._least[stage]
-        return found
-
-    def _bound(self, blocks: tuple[Block, ...]) -> float:
-        """Lower bound of a partition: every group as large as the others leave room for."""
-        room = self._space.num_devices - (len(blocks) - 1)
-        at = int(np.searchsorted(self._space.sizes, room, side="right")) - 1
-        least = np.stack([self._block_least(block)[at] for block in blocks])
-        group_s = least.sum(axis=1).max()
-        return float(self._space.objective(least.max(axis=0), group_s))
-
-    def _visit(self, blocks: tuple[Block, ...]) -> None:
+    def _visit(self, blocks: Blocks) -> None:
         """Solve every assignment of sizes to a partition's groups that can still win or tie."""
-        sizes, bounds = self._assignments(blocks)
+        sizes, bounds = self._bounds.assignments(blocks, self._best_s * (1 + TIE))
         tied_visits = 0
         for i in np.argsort(bounds, kind="stable"):  # equal bounds: fewer devices first
             if bounds[i] > self._best_s * (1 + TIE):
@@ -166,46 +121,12 @@ class _Search:
                     break
             self._solve(blocks, tuple(int(z) for z in sizes[i]), self._best_s * (1 + TIE))
 
-    def _assignments(self, blocks: tuple[Block, ...]) -> tuple[IntArray, FloatArray]:
-        """Sizes per group [assignment, group] with their lower bounds, those that may win."""
-        space = self._space
-        least = [self._block_least(block) for block in blocks]
-        # What the groups still to come take at the very least, per level and as one group.
-        rest_level = [np.zeros(space.num_levels)]
-        rest_group = [0.0]
-        for table in reversed(least[1:]):
-            rest_level.append(np.maximum(rest_level[-1], table.min(axis=0)))
-            rest_group.append(max(rest_group[-1], float(table.sum(axis=1).min())))
-        chosen = np.zeros((1, 0), dtype=np.int64)
-        used, level_s, group_s = (
-            np.zeros(1, dtype=np.int64),
-            np.zeros((1, space.num_levels)),
-            np.zeros(1),
-        )
-        bounds = np.zeros(1)
-        for i, table in enumerate(least):
-            left = len(blocks) - 1 - i
-            a, z = (m.ravel() for m in np.indices((len(used), len(space.sizes))))
-            fits = used[a] + space.sizes[z] + left <= space.num_devices
-            a, z = a[fits], z[fits]
-            used = used[a] + space.sizes[z]
-            level_s = np.maximum(level_s[a], table[z])
-            group_s = np.maximum(group_s[a], table[z].sum(axis=1))
-            bounds = space.objective(
-                np.maximum(level_s, rest_level[left]), np.maximum(group_s, rest_group[left])
-            )
-            keep = (bounds <= self._best_s * (1 + TIE)) & np.isfinite(bounds)
-            chosen = np.concatenate([chosen[a], space.sizes[z][:, None]], axis=1)[keep]
-            used, level_s, group_s = used[keep], level_s[keep], group_s[keep]
-            bounds = bounds[keep]
-        return chosen, bounds
-
     def _shape(self, start: int, end: int) -> Shape:
         if (start, end) not in self._shapes:
             self._shapes[start, end] = shape_between(self._space.node_sizes, start, end)
         return self._shapes[start, end]
 
-    def _solve(self, blocks: tuple[Block, ...], sizes: tuple[int, ...], limit_s: float) -> None:
+    def _solve(self, blocks: Blocks, sizes: tuple[int, ...], limit_s: float) -> None:
         """Combine the fronts of groups of these sizes; keep the result where it wins or ties."""
         self._searched += 1
         shapes = [self._shape(*span) for span in cut(sizes)]

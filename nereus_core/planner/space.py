@@ -8,63 +8,65 @@ import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost.cost_model import StageTable
 from nereus_core.cost.op_classes import FloatArray, IntArray
 from nereus_core.cost.shapes import Options
 from nereus_core.cost.step import levels
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.layout import Layout, layout_problems, layouts
+from nereus_core.layout import Layout
 from nereus_core.plan import Plan
+from nereus_core.planner.choices import Choice, Choices, Grid, choices_of
+from nereus_core.planner.colocating import Alone, Front, colocated
 from nereus_core.planner.constraints import Constraints
-from nereus_core.planner.groups import Shape, by_node, group_sizes
+from nereus_core.planner.groups import Shape, by_node, group_sizes, shape_between
 from nereus_core.planner.pareto import front
 from nereus_core.workload import ModelStage, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A layout and a number of units for one model-stage."""
-
-    layout: Layout
-    dp: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageOptions:
     """All choices of one model-stage, one per row.
 
-    Shapes: ``busy_s`` [crossing, option, wave], where crossing = pp crosses nodes + 2 * dp crosses.
+    Shapes: ``busy_s`` [crossing, option, wave], where crossing = pp crosses nodes + 2 * dp crosses;
+    inf where no group makes an option cross so.
     """
 
     stage: ModelStage
     level: int
-    tp: IntArray
-    pp: IntArray
-    dp: IntArray
+    grid: Grid
     busy_s: FloatArray
     persistent_bytes: FloatArray
     """[option]."""
     transient_bytes: FloatArray
     """[option, wave]."""
+    table: StageTable
+    first_row: IntArray
+    """In the table [crossing, option]; an option's rows, one per wave, follow each other."""
+
+    def priced(self, row: int, shape: Shape) -> StageTable:
+        """Return the table of one option in a group of this shape."""
+        _, crossing = self.grid.fitted(shape)
+        start = int(self.first_row[crossing[row], row])
+        return self.table.rows(start, start + self.transient_bytes.shape[1])
 
     def choice(self, row: int) -> Choice:
         """Return one row as a value."""
-        return Choice(Layout(int(self.tp[row]), int(self.pp[row])), int(self.dp[row]))
+        grid = self.grid
+        return Choice(Layout(int(grid.tp[row]), int(grid.pp[row])), int(grid.dp[row]))
 
-    @property
-    def num_devices(self) -> IntArray:
-        """Devices each option takes."""
-        return self.tp * self.pp * self.dp
+    def least(self, sizes: IntArray, capacity_bytes: float) -> FloatArray:
+        """Fewest seconds in a group of each size, alone there; inf where nothing fits.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Front:
-    """Undominated ways for a group of stages to share one group of devices.
-
-    Shapes: ``level_s`` [way, level]; ``rows`` [way, stage of the group] are option rows.
-    """
-
-    level_s: FloatArray
-    rows: IntArray
+        Whatever is crossed (a link between nodes may be the faster one), so this is a lower bound
+        for every shape of group.
+        """
+        need = self.persistent_bytes[:, None] + self.transient_bytes
+        busy_s = self.busy_s.min(axis=0)
+        seconds = np.where(need <= capacity_bytes, busy_s, np.inf).min(axis=1)
+        order = np.argsort(self.grid.num_devices, kind="stable")
+        so_far = np.minimum.accumulate(seconds[order])
+        at = np.searchsorted(self.grid.num_devices[order], sizes, side="right") - 1
+        return np.where(at >= 0, so_far[at], np.inf)
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class Space:
     sizes: IntArray
     num_levels: int
     _fronts: dict[tuple[tuple[int, ...], Shape], Front] = field(default_factory=dict)
-    _single: dict[tuple[int, Shape], tuple[FloatArray, IntArray]] = field(default_factory=dict)
+    _single: dict[tuple[int, Shape], Alone] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -93,22 +95,27 @@ class Space:
         job = cost.job
         usable = [d for d in job.cluster.healthy if d not in constraints.excluded]
         if not usable:
-            raise NoFeasiblePlan(0, "no device is healthy")
+            why = "every healthy device is excluded" if job.cluster.healthy else None
+            raise NoFeasiblePlan(0, why or "no device is healthy")
         nodes = by_node(usable)
         node_sizes = tuple(map(len, nodes))
         level = levels(job.workload)
         stages = job.workload.stages
-        options = tuple(
-            _options(cost, lengths, constraints, current, stage, level[stage], node_sizes)
-            for stage in stages
-        )
-        attained = {o.stage: int(o.dp.min()) for o in options if o.stage in constraints.min_dp}
+        grids: dict[Choices, Grid] = {}
+        options = []
+        for stage in stages:
+            choices = choices_of(cost.job, constraints, current, stage, node_sizes)
+            if choices not in grids:
+                grids[choices] = Grid.of(choices)
+            grid = grids[choices]
+            options.append(_options(cost, lengths, stage, level[stage], grid, node_sizes[0]))
+        attained = {o.stage: int(o.grid.dp.min()) for o in options if o.stage in constraints.min_dp}
         return cls(
             cost,
             lengths,
             constraints.asking(attained),
             stages,
-            options,
+            tuple(options),
             tuple(d for node in nodes for d in node),
             node_sizes,
             group_sizes(len(usable)),
@@ -119,6 +126,14 @@ class Space:
     def num_devices(self) -> int:
         """Devices a plan may use."""
         return len(self.devices)
+
+    @property
+    def together(self) -> tuple[frozenset[int], ...]:
+        """Stages that must share devices, by index."""
+        index = {stage: i for i, stage in enumerate(self.stages)}
+        return tuple(
+            frozenset(index[s] for s in group if s in index) for group in self.constraints.colocate
+        )
 
     def objective(self, level_s: FloatArray, group_s: FloatArray) -> FloatArray:
         """Seconds of a step from the longest seconds per level and of any one group.
@@ -132,21 +147,11 @@ class Space:
         return np.asarray(np.maximum(level_s[..., others].sum(axis=-1), group_s))
 
     def least_s(self) -> FloatArray:
-        """Fewest seconds of each stage in a group of each size, were it alone there.
+        """Fewest seconds of each stage in a group of each size, were it alone there [stage, size].
 
-        Shapes: [stage, size]; inf where it does not fit. Node crossings are counted only where no
-        packing avoids them, so this is a lower bound for every shape of group.
+        A lower bound for every shape of group.
         """
-        largest = self.node_sizes[0]
-        least = np.full((len(self.stages), len(self.sizes)), np.inf)
-        for i, o in enumerate(self.options):
-            crossing = (o.tp * o.pp > largest) + 2 * ((o.dp > 1) & (o.num_devices > largest))
-            fits = o.persistent_bytes[:, None] + o.transient_bytes <= self.cost.capacity_bytes
-            busy = o.busy_s[crossing, np.arange(len(o.tp))]
-            best = np.where(fits, busy, np.inf).min(axis=1)
-            within = o.num_devices[None, :] <= self.sizes[:, None]
-            least[i] = np.where(within, best[None, :], np.inf).min(axis=1)
-        return least
+        return np.stack([o.least(self.sizes, self.cost.capacity_bytes) for o in self.options])
 
     def front(self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool) -> Front:
         """Undominated ways for the stages of a block to share a group of this shape.
@@ -159,131 +164,71 @@ class Space:
         """
         key = (block, shape)
         if key not in self._fronts:  # made with a limit that was no lower: nothing is missing
-            self._fronts[key] = self._shared(block, shape, limit_s, whole)
+            alone = [self._alone(stage, shape) for stage in block]
+            self._fronts[key] = colocated(
+                alone, self.num_levels, self.cost.capacity_bytes, limit_s, whole
+            )
         return self._fronts[key]
 
     def fastest(self, stage: int, shape: Shape) -> int:
         """Option row of the stage's fastest way in such a group, whatever memory it needs."""
         o = self.options[stage]
-        fits, pp_crosses, dp_crosses = shape.fitted(o.tp, o.pp, o.dp)
-        busy_s = o.busy_s[pp_crosses + 2 * dp_crosses, np.arange(len(o.tp))].min(axis=1)
+        fits, crossing = o.grid.fitted(shape)
+        busy_s = o.busy_s[crossing, np.arange(len(crossing))].min(axis=1)
         return int(np.where(fits, busy_s, np.inf).argmin())
 
     def by_speed(self, stage: int, shape: Shape) -> list[int]:
         """Option rows of a stage's undominated ways in such a group, fastest first."""
-        _, rows = self._alone(stage, shape)
-        return list(dict.fromkeys(map(int, rows)))
+        return list(dict.fromkeys(map(int, self._alone(stage, shape).rows)))
 
-    def _shared(self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool) -> Front:
-        n, capacity = self.num_levels, self.cost.capacity_bytes
-        alone = [self._alone(stage, shape) for stage in block]
-        if not all(len(own) for own, _ in alone):
-            return Front(np.zeros((0, n)), np.zeros((0, len(block)), dtype=np.int64))
-        # The rest of the block takes and keeps at least so much.
-        rest_s = [sum(own[:, 0].min() for own, _ in alone[i + 1 :]) for i in range(len(block))]
-        rest_bytes = [sum(own[:, 1].min() for own, _ in alone[i + 1 :]) for i in range(len(block))]
-        level_s, memory = np.zeros((1, n)), np.zeros((1, 2))  # bytes that stay, that come and go
-        rows = np.zeros((1, 0), dtype=np.int64)
-        for i, (stage, (own, picked)) in enumerate(zip(block, alone, strict=True)):
-            a, b = (m.ravel() for m in np.indices((len(level_s), len(own))))
-            stays = memory[a, 0] + own[b, 1]
-            peak = np.maximum(memory[a, 1], own[b, 2])
-            total_s = level_s[a].sum(axis=1) + own[b, 0]
-            keep = (stays + rest_bytes[i] + peak <= capacity) & (total_s + rest_s[i] <= limit_s)
-            a, b, stays, peak, total_s = (column[keep] for column in (a, b, stays, peak, total_s))
-            level_s, memory = level_s[a], np.stack([stays, peak], axis=1)
-            level_s[:, self.options[stage].level] += own[b, 0]
-            rows = np.concatenate([rows[a], picked[b][:, None]], axis=1)
-            seconds = total_s[:, None] if whole else level_s
-            kept = front(np.concatenate([seconds, memory], axis=1))
-            level_s, memory, rows = level_s[kept], memory[kept], rows[kept]
-        kept = front(level_s.sum(axis=1)[:, None] if whole else level_s)
-        return Front(level_s[kept], rows[kept])
+    def alone_together(self) -> list[Alone]:
+        """Undominated ways of every stage alone on all devices."""
+        shape = shape_between(self.node_sizes, 0, self.num_devices)
+        return [self._alone(stage, shape) for stage in range(len(self.stages))]
 
-    def _alone(self, stage: int, shape: Shape) -> tuple[FloatArray, IntArray]:
-        """Undominated (seconds, persistent, transient) of one stage, with their option rows."""
+    def _alone(self, stage: int, shape: Shape) -> Alone:
+        """Undominated ways of one stage alone in a group of this shape."""
         key = (stage, shape)
         if key not in self._single:
             o = self.options[stage]
-            fits, pp_crosses, dp_crosses = shape.fitted(o.tp, o.pp, o.dp)
-            busy_s = o.busy_s[pp_crosses + 2 * dp_crosses, np.arange(len(o.tp))]
-            need = o.persistent_bytes[:, None] + o.transient_bytes
-            at, wave = np.nonzero(fits[:, None] & (need <= self.cost.capacity_bytes))
+            fits, crossing = o.grid.fitted(shape)
+            rows = np.flatnonzero(fits)
+            busy_s = o.busy_s[crossing[rows], rows]
+            need = o.persistent_bytes[rows, None] + o.transient_bytes[rows]
+            at, wave = np.nonzero(need <= self.cost.capacity_bytes)
+            at, busy_s = rows[at], busy_s[at, wave]
             columns = np.stack(
-                [busy_s[at, wave], o.persistent_bytes[at], o.transient_bytes[at, wave]], axis=1
+                [busy_s, o.persistent_bytes[at], o.transient_bytes[at, wave]], axis=1
             )
             kept = front(columns)
-            self._single[key] = (columns[kept], at[kept])
+            self._single[key] = Alone(columns[kept], at[kept], o.level)
         return self._single[key]
 
 
 def _options(
-    cost: CostModel,
-    lengths: Lengths,
-    constraints: Constraints,
-    current: Plan | None,
-    stage: ModelStage,
-    level: int,
-    node_sizes: tuple[int, ...],
+    cost: CostModel, lengths: Lengths, stage: ModelStage, level: int, grid: Grid, largest: int
 ) -> StageOptions:
-    choices = _choices(cost, constraints, current, stage, node_sizes)
-    tp, pp, dp = (np.array(column, dtype=np.int64) for column in zip(*choices, strict=True))
-    n = len(tp)
+    """Price every choice of a stage, for every way to cross nodes that a group can ask for."""
+    crossing, row = np.nonzero(grid.reachable(largest))
     table = cost.table(
         stage,
         Options(
-            np.tile(tp, 4),
-            np.tile(pp, 4),
-            np.tile(dp, 4),
-            tp_crosses=np.zeros(4 * n, dtype=np.bool_),
-            pp_crosses=np.repeat(np.array([False, True, False, True]), n),
-            dp_crosses=np.repeat(np.array([False, False, True, True]), n),
+            grid.tp[row],
+            grid.pp[row],
+            grid.dp[row],
+            tp_crosses=np.zeros(len(row), dtype=np.bool_),
+            pp_crosses=crossing % 2 == 1,
+            dp_crosses=crossing >= 2,
         ),
         lengths,
     )
-    waves = len(table.waves) // (4 * n)
-    return StageOptions(
-        stage, level, tp, pp, dp,
-        (table.seconds + table.sync_s).reshape(4, n, waves),
-        table.persistent_bytes.reshape(4, n, waves)[0, :, 0],
-        table.transient_bytes.reshape(4, n, waves)[0],
-    )  # fmt: skip
-
-
-def _choices(
-    cost: CostModel,
-    constraints: Constraints,
-    current: Plan | None,
-    stage: ModelStage,
-    node_sizes: tuple[int, ...],
-) -> list[tuple[int, int, int]]:
-    """Every (tp, pp, dp) of a stage: tp inside a node, dp a divisor of the global batch."""
-    job, total = cost.job, sum(node_sizes)
-    model = job.model(stage)
-    now = None if current is None else current.get(stage)
-    if stage in constraints.pinned:
-        pinned = constraints.pinned[stage]
-        if problems := layout_problems(model, pinned):
-            raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {problems[0]}")
-        known: tuple[Layout, ...] = (pinned,)
-    else:
-        known = layouts(model, total, constraints.degrees)
-        if now is not None and now.layout not in known and not layout_problems(model, now.layout):
-            known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
-    units = [n for n in range(1, min(total, job.global_batch) + 1) if job.global_batch % n == 0]
-    choices = [
-        (layout.tp, layout.pp, dp)
-        for layout in known
-        if layout.tp <= node_sizes[0] and constraints.allows_layout(stage, layout)
-        for dp in units
-        if layout.num_devices * dp <= total and constraints.allows_change(stage, now, layout, dp)
-    ]
-    if not choices:
-        raise NoFeasiblePlan(
-            total,
-            f"{stage} has no layout that its constraints and the adapter allow on nodes of "
-            f"{', '.join(map(str, sorted(set(node_sizes), reverse=True)))} devices",
-        )
-    # A least number of units that the devices do not allow asks for as many as they do.
-    least = min(constraints.min_dp.get(stage, 1), max(dp for _, _, dp in choices))
-    return [choice for choice in choices if choice[2] >= least]
+    waves = len(table.waves) // len(row)
+    busy_s = np.full((4, len(grid), waves), np.inf)
+    busy_s[crossing, row] = (table.seconds + table.sync_s).reshape(-1, waves)
+    # Bytes do not depend on what is crossed: any row of an option will do.
+    persistent, transient = np.empty(len(grid)), np.empty((len(grid), waves))
+    persistent[row] = table.persistent_bytes.reshape(-1, waves)[:, 0]
+    transient[row] = table.transient_bytes.reshape(-1, waves)
+    first_row = np.full((4, len(grid)), -1)
+    first_row[crossing, row] = np.arange(len(row)) * waves
+    return StageOptions(stage, level, grid, busy_s, persistent, transient, table, first_row)

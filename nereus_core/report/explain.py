@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nereus_core.admission import explain_event
+from nereus_core.events import InputIgnored
 from nereus_core.report.quantities import amount, changes, seconds
 from nereus_core.report.record import RunRecord, TransitionRecord
 
@@ -20,6 +21,21 @@ def explain(run: RunRecord, step: int | None = None) -> Iterator[str]:
                 yield explain_transition(entry)
         elif entry.step == step or (step is None and entry.path != "none"):
             yield explain_event(entry)
+
+
+def explain_ignored(run: RunRecord) -> str | None:
+    """Say how many measurements made no sense, and which; None when all did."""
+    if not run.ignored:
+        return None
+    groups: dict[tuple[str, str], list[InputIgnored]] = {}
+    for part in run.ignored:
+        groups.setdefault((part.field, part.reason), []).append(part)
+    lines = [f"{len(run.ignored)} measurements ignored; no plan was made from them:"]
+    lines += [
+        f"  {len(parts)} x {field}, e.g. {parts[0].value} after step {parts[0].step}: {reason}"
+        for (field, reason), parts in groups.items()
+    ]
+    return "\n".join(lines)
 
 
 def explain_transition(record: TransitionRecord) -> str:

@@ -17,6 +17,7 @@ from nereus_core.events import (
     Decided,
     DevicesChanged,
     Event,
+    InputIgnored,
     PrimitiveFinished,
     RunFinished,
     RunStarted,
@@ -108,6 +109,8 @@ class LiveTable:
                 self._note(f"{event.trigger}: {event.path} {_verdict(event)}")
             case DevicesChanged():
                 self._note(_devices(event))
+            case InputIgnored():
+                self._note(f"{event.field} ignored")
             case _:
                 return
         self._live.update(self.table())
@@ -193,6 +196,8 @@ class PlainLines:
                 )
             case DevicesChanged():
                 return f"  {_devices(event)}"
+            case InputIgnored():
+                return f"  ignored {event.field} = {event.value}: {event.reason}"
             case RunFinished():
                 return f"after {event.steps} steps, {seconds(event.elapsed_s)}: {event.outcome}"
             case _:

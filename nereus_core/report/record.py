@@ -12,6 +12,7 @@ from nereus_core.events import (
     Decided,
     DevicesChanged,
     Event,
+    InputIgnored,
     PrimitiveFinished,
     RunFinished,
     RunStarted,
@@ -58,6 +59,8 @@ class RunRecord:
     story: list[Decided | TransitionRecord] = field(default_factory=list)
     """Decisions and transitions in the order in which they came."""
     device_changes: list[DevicesChanged] = field(default_factory=list)
+    ignored: list[InputIgnored] = field(default_factory=list)
+    """Measurements that made no sense and were left out."""
     finished: RunFinished | None = None
     last_at_s: float = 0.0
 
@@ -112,6 +115,8 @@ class RunRecord:
                 return event.plan
             case DevicesChanged():
                 self.device_changes.append(event)
+            case InputIgnored():
+                self.ignored.append(event)
             case RunFinished():
                 self.finished = event
             case RunStarted():

@@ -40,6 +40,9 @@ def tiles(run: RunRecord) -> str:
         ),
         tile(f"{admitted} of {len(woken)}", "Decisions admitted"),
     ]
+    if run.ignored:
+        fields = ", ".join(sorted({i.field.partition("[")[0] for i in run.ignored}))
+        found.append(tile(str(len(run.ignored)), "Measurements ignored", fields))
     if reward := run.metric("reward"):
         values = [s.metrics[reward] for s in run.steps if reward in s.metrics]
         fifth = max(1, len(values) // 5)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nereus_core.cluster import Device
 from nereus_core.harness import StepResult
-from nereus_core.observation import Observation, TokenStats
+from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.sim import training
 from nereus_core.sim.pace import EFFICIENCY, transient_bytes, unit_seconds
 from nereus_core.sim.world import Store
@@ -131,18 +131,19 @@ class Run:
 
     def observation(self, step_s: float, result: StepResult) -> Observation:
         """Say what was seen in this step."""
-        world = self.job.world
+        world, lengths = self.job.world, [r for _, r in self.tokens]
         return Observation(
             step=self.step,
             step_s=step_s,
             stage_s=dict(self.stage_s),
             prompt_tokens=TokenStats.of([p for p, _ in self.tokens]),
-            response_tokens=TokenStats.of([r for _, r in self.tokens]),
+            response_tokens=TokenStats.of(lengths),
             peak_bytes=world.take_peaks(self.transient),
             healthy=frozenset(world.cluster.healthy),
             draining=world.draining,
             efficiency={"gemm": EFFICIENCY},
             metrics={f"{model}/loss": loss for model, loss in result.losses.items()},
+            clip_ratio=clip_ratio(lengths, self.static.max_response_tokens),
         )
 
 

@@ -167,6 +167,11 @@ class World:
             for residents in self._resident.values():
                 residents.pop(holder, None)
 
+    def held_bytes(self, holder: object) -> dict[Device, int]:
+        """Bytes that a holder has taken, by device."""
+        with self._lock:
+            return {d: r[holder] for d, r in self._resident.items() if holder in r}
+
     def used_bytes(self, device: Device) -> int:
         """Bytes taken on a device now."""
         with self._lock:

@@ -1,27 +1,18 @@
 """Primitives and the edges between them, in the making: state and release-before-acquire.
 
-Sets of devices are integers here, one bit per device: a transition at a thousand devices has to be
-ordered in milliseconds.
+Devices that every unit takes or leaves together are one *atom*, and a set of atoms is an integer:
+a transition at thousands of devices has to be ordered in milliseconds.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from nereus_core.cluster import Device
-from nereus_core.primitives import (
-    Destroy,
-    Extend,
-    OpId,
-    Primitive,
-    created,
-    ended,
-    model_stage_of,
-)
+from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Primitive, Split
 from nereus_core.transition.graph import EdgeKind
-from nereus_core.units import UnitId, UnitMap
+from nereus_core.units import Unit, UnitId
 from nereus_core.workload import ModelStage
 
 
@@ -29,27 +20,36 @@ from nereus_core.workload import ModelStage
 class Node:
     """A primitive while its place in the order is sought; in a draft named by its index."""
 
-    op: Primitive
-    stage: ModelStage
-    rank: tuple[bool, int]
-    """Among primitives that may go next the least does: destroys last, else in stage order."""
-    acquires: int
-    releases: int
-    reads: dict[UnitId, None]
-    """Sources of an Extend, in order."""
+    kind: Kind
+    stage: int
+    """Position of its model-stage in stage order."""
+    ended: tuple[Unit, ...] = ()
+    made: tuple[Unit, ...] = ()
+    reads: list[Unit] = field(default_factory=list)
+    """Sources of an Extend, in order; none: the origin."""
+    park: bool = False
+    staging_bytes: int | None = None
     waits: dict[int, tuple[EdgeKind, str]] = field(default_factory=dict)
     """Nodes that must precede it, and why."""
+    takes: int = 0
+    """Atoms of the units it makes."""
+    leaves: int = 0
+    """Atoms of the units it ends."""
 
     @property
     def destroys(self) -> bool:
         """Whether it is a Destroy."""
-        return isinstance(self.op, Destroy)
+        return self.kind is Kind.DESTROY
 
     def named(self, op_id: OpId) -> Primitive:
         """Return the primitive as it was ordered."""
-        if isinstance(self.op, Extend):
-            return replace(self.op, op_id=op_id, sources=tuple(self.reads))
-        return replace(self.op, op_id=op_id)
+        if self.kind is Kind.EXTEND:
+            return Extend(op_id, tuple([u.id for u in self.reads]), self.made[0])
+        if self.kind is Kind.DESTROY:
+            return Destroy(op_id, self.ended[0].id, self.park)
+        if self.kind is Kind.SPLIT:
+            return Split(op_id, self.ended[0].id, self.made, self.staging_bytes)
+        return Merge(op_id, tuple([u.id for u in self.ended]), self.made[0], self.staging_bytes)
 
 
 class Draft:
@@ -57,48 +57,63 @@ class Draft:
 
     def __init__(
         self,
-        ops: list[Primitive],
-        before: UnitMap,
+        nodes: list[Node],
+        pools: Sequence[Sequence[Unit]],
         stages: tuple[ModelStage, ...],
     ) -> None:
-        units = [*before.values(), *(u for op in ops for u in created(op))]
-        self.devices: tuple[Device, ...] = tuple(dict.fromkeys(d for u in units for d in u.devices))
-        bit = {device: 1 << i for i, device in enumerate(self.devices)}
-        self.mask = {u.id: sum(bit[d] for d in u.devices) for u in units}
-        node_bit = {n: 1 << i for i, n in enumerate(dict.fromkeys(d.node for d in self.devices))}
-        self.node_mask = {
-            u.id: sum(node_bit[name] for name in {d.node for d in u.devices}) for u in units
-        }
-        stage_order = {stage: i for i, stage in enumerate(stages)}
-        self.nodes = [self._node(op, stage_order) for op in ops]
-        self.maker = {u.id: i for i, node in enumerate(self.nodes) for u in created(node.op)}
-        self.ender = {u: i for i, n in enumerate(self.nodes) for u in ended(n.op) if n.destroys}
+        """Take nodes without edges and, by stage, the units that Extends may read.
 
-    def _node(self, op: Primitive, stage_order: dict[ModelStage, int]) -> Node:
-        stage = model_stage_of(op)
-        makes = self.union(u.id for u in created(op))
-        ends = self.union(ended(op))
-        rank = (isinstance(op, Destroy), stage_order[stage])
-        reads = dict.fromkeys(op.sources if isinstance(op, Extend) else ())
-        return Node(op, stage, rank, makes & ~ends, ends & ~makes, reads)
+        Model-stages are in stage order.
+        """
+        self.nodes, self.stages, self._pools = nodes, stages, pools
+        units = {u.id: u for pool in pools for u in pool}
+        for node in nodes:
+            for unit in (*node.ended, *node.made):
+                units[unit.id] = unit
+        self.mask, self._atoms = _atoms(units.values())
+        self._names: dict[int, str] = {}
+        self.maker: dict[UnitId, int] = {}
+        self.ender: dict[UnitId, int] = {}
+        for i, node in enumerate(nodes):
+            for unit in node.made:
+                self.maker[unit.id] = i
+                node.takes |= self.mask[unit.id]
+            for unit in node.ended:
+                self.ender[unit.id] = i
+                node.leaves |= self.mask[unit.id]
 
-    def union(self, units: Iterable[UnitId]) -> int:
-        """Devices of units."""
-        found = 0
-        for unit in units:
-            found |= self.mask[unit]
+    def pool(self, stage: int) -> Sequence[Unit]:
+        """Units that Extends of a stage may read."""
+        return self._pools[stage]
+
+    def touches(self, node: Node) -> int:
+        """Atoms that take part: of units ended, made and read."""
+        found = node.takes | node.leaves
+        for unit in node.reads:
+            found |= self.mask[unit.id]
         return found
 
     def add_state_edges(self) -> None:
-        """A unit is made before it is read, and read before it is destroyed."""
-        maker, ender = self.maker, self.ender
-        first_read = {unit: (EdgeKind.STATE, f"{unit} is read before it ends") for unit in ender}
+        """A unit is made before it is read or changed further, and read before it ends."""
         for i, node in enumerate(self.nodes):
+            for unit in node.ended:
+                if (maker := self.maker.get(unit.id)) is not None:
+                    node.waits[maker] = (EdgeKind.STATE, f"goes on from {unit.id}")
             for unit in node.reads:
-                if unit in maker:
-                    node.waits[maker[unit]] = (EdgeKind.STATE, f"reads {unit}")
-                if unit in ender:
-                    self.nodes[ender[unit]].waits[i] = first_read[unit]
+                self.add_reading(i, unit)
+
+    def add_reading(self, reader: int, unit: Unit) -> None:
+        """Put an Extend after the maker of a unit it reads, and before its end."""
+        name = unit.id
+        if (maker := self.maker.get(name)) is not None:
+            self.nodes[reader].waits[maker] = (EdgeKind.STATE, f"reads {name}")
+        if (ender := self.ender.get(name)) is not None:
+            if self.nodes[ender].park:
+                text = f"reads {name}, parked in host memory"
+                self.nodes[reader].waits[ender] = (EdgeKind.STATE, text)
+            else:
+                text = f"{name} is read before it ends"
+                self.nodes[ender].waits[reader] = (EdgeKind.STATE, text)
 
     def add_release_edges(self) -> None:
         """A device that one unit leaves and another takes is released before it is acquired.
@@ -106,33 +121,56 @@ class Draft:
         Between stages that holds for devices that one stage leaves and another comes to; stages
         that share a device, before or after, share it also meanwhile.
         """
-        comes: dict[ModelStage, int] = defaultdict(int)
-        leaves: dict[ModelStage, int] = defaultdict(int)
-        releaser: dict[ModelStage, dict[int, int]] = defaultdict(dict)
+        comes, leaves = [0] * len(self.stages), [0] * len(self.stages)
+        releasers: dict[int, list[tuple[int, int]]] = {}
         for i, node in enumerate(self.nodes):
-            comes[node.stage] |= node.acquires
-            leaves[node.stage] |= node.releases
-            releaser[node.stage].update(dict.fromkeys(_bits(node.releases), i))
+            comes[node.stage] |= node.takes & ~node.leaves
+            if released := node.leaves & ~node.takes:
+                leaves[node.stage] |= released
+                for bit in bits(released):
+                    releasers.setdefault(bit, []).append((i, node.stage))
         for node in self.nodes:
-            for stage, left in leaves.items():
-                blocked = node.acquires & left
-                if stage != node.stage:
-                    blocked &= ~comes[stage] & ~leaves[node.stage]
-                by_node: dict[int, int] = defaultdict(int)
-                for bit in _bits(blocked):
-                    by_node[releaser[stage][bit]] |= bit
-                for first, shared in by_node.items():
-                    text = f"{self.names(shared)} released by {stage}, acquired by {node.stage}"
-                    node.waits[first] = (EdgeKind.RELEASE, text)
+            acquired = node.takes & ~node.leaves
+            by_node: dict[int, int] = {}
+            for bit in bits(acquired):
+                for first, stage in releasers.get(bit, ()):
+                    if stage == node.stage or not bit & (comes[stage] | leaves[node.stage]):
+                        by_node[first] = by_node.get(first, 0) | bit
+            for first, shared in by_node.items():
+                by, to = self.stages[self.nodes[first].stage], self.stages[node.stage]
+                text = f"{self.names(shared)} released by {by}, acquired by {to}"
+                node.waits.setdefault(first, (EdgeKind.RELEASE, text))
 
     def names(self, mask: int) -> str:
         """Spell devices, three at most."""
-        found = [str(self.devices[bit.bit_length() - 1]) for bit in _bits(mask)]
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        return ", ".join(found[:3]) + more
+        if mask not in self._names:
+            found = [d for bit in bits(mask) for d in self._atoms[bit]]
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            self._names[mask] = ", ".join(map(str, found[:3])) + more
+        return self._names[mask]
 
 
-def _bits(mask: int) -> Iterator[int]:
+def _atoms(units: Collection[Unit]) -> tuple[dict[UnitId, int], dict[int, list[Device]]]:
+    """Return the atoms of every unit, one bit each, and the devices of every atom."""
+    owners: dict[Device, int] = {}
+    for number, unit in enumerate(units):
+        for device in unit.devices:  # the units of a device, in order, as digits of a number
+            owners[device] = (owners.get(device, 0) << 20) + number + 1
+    bit_of: dict[int, int] = {}
+    atoms: dict[int, list[Device]] = {}
+    for device, key in owners.items():
+        bit = bit_of.setdefault(key, 1 << len(bit_of))
+        atoms.setdefault(bit, []).append(device)
+    masks: dict[UnitId, int] = {}
+    for unit in units:
+        mask = 0
+        for key in {owners[device] for device in unit.devices}:
+            mask |= bit_of[key]
+        masks[unit.id] = mask
+    return masks, atoms
+
+
+def bits(mask: int) -> Iterator[int]:
     """Yield the powers of two that a mask consists of."""
     while mask:
         bit = mask & -mask

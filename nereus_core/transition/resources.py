@@ -1,76 +1,111 @@
-"""The order of primitives: state, release-before-acquire, and one order on every device."""
+"""The order of primitives: state, release-before-acquire, memory, one order on every device."""
 
 from __future__ import annotations
 
-from nereus_core.primitives import OpId, Primitive, ended
-from nereus_core.transition.draft import Draft, Node
+from collections.abc import Sequence
+
+from nereus_core.primitives import Kind, OpId, Primitive
+from nereus_core.transition.draft import Draft, Node, bits
 from nereus_core.transition.graph import Edge, EdgeKind
-from nereus_core.transition.sequence import Sequencer
-from nereus_core.transition.sharing import share_sources
-from nereus_core.units import UnitMap
-from nereus_core.workload import ModelStage
+from nereus_core.transition.room import Room, is_ample
+from nereus_core.transition.schedule import soonest
+from nereus_core.transition.sequence import Dismantle, Sequencer
+from nereus_core.units import Unit, UnitMap
+from nereus_core.workload import Job
 
 
 def ordered(
-    ops: list[Primitive],
+    nodes: list[Node],
+    pools: Sequence[Sequence[Unit]],
     alive: UnitMap,
-    parked: UnitMap,
-    stages: tuple[ModelStage, ...],
+    job: Job,
     prefix: str,
 ) -> tuple[tuple[Primitive, ...], tuple[Edge, ...]]:
     """Order primitives and number them in that order; returns them with their edges.
 
     Args:
-        ops: Primitives without ids; an Extend names every unit that may serve as its source.
+        nodes: Primitives without edges.
+        pools: By stage: units that its Extends may read.
         alive: Units alive before.
-        parked: Units parked before.
-        stages: Model-stages in stage order.
+        job: The job they run: model-stages in stage order, shapes, capacity of a device.
         prefix: Of the ids given.
+
+    Raises:
+        Infeasible: new shards find no room on a device, whatever is staged or parked.
     """
-    draft = Draft(ops, UnitMap([*alive.values(), *parked.values()]), stages)
-    draft.add_state_edges()
-    draft.add_release_edges()
-    sequence = Sequencer(draft, {stage: len(alive.of(stage)) for stage in stages}).sequence()
-    share_sources(draft, sequence)
-    _add_device_edges(draft, sequence)
+    units = tuple(alive.values())
+    standing = [alive.of(stage) for stage in job.workload.stages]
+    tight = not is_ample(job, units, nodes)
+    while True:
+        draft = Draft(nodes, pools, job.workload.stages)
+        draft.add_state_edges()
+        draft.add_release_edges()
+        sequencer = Sequencer(draft, standing, Room(job, units) if tight else None)
+        try:
+            sequence = sequencer.sequence()
+            break
+        except Dismantle as found:
+            nodes = _dismantled(nodes, found.node)
+    sequence = soonest(draft, sequence, job, Room(job, units) if tight else None)
+    _add_device_edges(draft, sequence, sequencer.squeezed)
     place = {node: i for i, node in enumerate(sequence)}
-    ids = {node: OpId(f"{prefix}/{i}") for node, i in place.items()}
-    nodes = draft.nodes
+    ids = [OpId(f"{prefix}/{i}") for i in range(len(sequence))]
     edges = [
-        Edge(ids[first], ids[node], *nodes[node].waits[first])
-        for node in sequence
-        for first in sorted(nodes[node].waits, key=place.__getitem__)
+        Edge(ids[place[first]], op_id, *draft.nodes[node].waits[first])
+        for op_id, node in zip(ids, sequence, strict=True)
+        for first in sorted(draft.nodes[node].waits, key=place.__getitem__)
     ]
-    return tuple(nodes[node].named(ids[node]) for node in sequence), tuple(edges)
+    ops = [draft.nodes[node].named(op_id) for op_id, node in zip(ids, sequence, strict=True)]
+    return tuple(ops), tuple(edges)
 
 
-def _add_device_edges(draft: Draft, sequence: list[int]) -> None:
+def _dismantled(nodes: list[Node], which: int) -> list[Node]:
+    """Park the units of a Split or Merge, and extend from host memory; forget edges and choices."""
+    fresh: list[Node] = []
+    for i, node in enumerate(nodes):
+        if i == which:
+            fresh += [Node(Kind.DESTROY, node.stage, (unit,), park=True) for unit in node.ended]
+            fresh += [
+                Node(Kind.EXTEND, node.stage, made=(unit,), reads=list(node.ended))
+                for unit in node.made
+            ]
+        else:
+            fresh.append(Node(node.kind, node.stage, node.ended, node.made, node.reads))
+    return fresh
+
+
+def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> None:
     """Order primitives that share a device as the sequence does; drop edges others imply.
 
-    Release edges all stay: they are what a reader of the graph asks for.
+    Each follows the last one before it on every device. Release edges all stay: they are what a
+    reader of the graph asks for.
     """
-    touch: list[int] = []
-    ancestors: list[int] = []
-    seen = 0
+    last: dict[int, int] = {}
     place = {node: i for i, node in enumerate(sequence)}
+    ancestors: list[int] = []
     for i, name in enumerate(sequence):
         node = draft.nodes[name]
-        mask = draft.union((*ended(node.op), *node.reads)) | node.acquires
+        shared: dict[int, int] = {}
+        for bit in bits(draft.touches(node)):
+            if bit in last:
+                shared[last[bit]] = shared.get(last[bit], 0) | bit
+            last[bit] = i
         known = 0
         for first in node.waits:
             known |= ancestors[place[first]] | 1 << place[first]
-        unordered, j = mask & seen, i
-        while unordered:
-            j -= 1
-            shared = touch[j] & unordered
-            if shared and not known >> j & 1:
-                node.waits[sequence[j]] = (EdgeKind.ORDER, f"both use {draft.names(shared)}")
-                known |= ancestors[j] | 1 << j
-            unordered &= ~shared
-        touch.append(mask)
+        for j in sorted(shared, reverse=True):
+            if known >> j & 1:
+                continue
+            first, names = sequence[j], draft.names(shared[j])
+            if name in squeezed and draft.nodes[first].leaves & shared[j]:
+                reason = (EdgeKind.RELEASE, f"{names} has room for it then")
+            else:
+                reason = (EdgeKind.ORDER, f"both use {names}")
+            node.waits[first] = reason
+            known |= ancestors[j] | 1 << j
         ancestors.append(known)
-        seen |= mask
-        _drop_implied(node, ancestors, place)
+        if len(node.waits) > 1:
+            _drop_implied(node, ancestors, place)
 
 
 def _drop_implied(node: Node, ancestors: list[int], place: dict[int, int]) -> None:

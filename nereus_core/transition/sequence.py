@@ -1,37 +1,64 @@
-"""One order that keeps every edge; where none does, a Destroy is let go first."""
+"""One order that keeps every edge and every capacity; where none does, a Destroy goes first."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import islice
 
 from nereus_core.errors import CycleError
-from nereus_core.primitives import Destroy
-from nereus_core.transition.draft import Draft
+from nereus_core.primitives import OpId
+from nereus_core.transition.draft import Draft, Node
 from nereus_core.transition.graph import EdgeKind
-from nereus_core.workload import ModelStage
+from nereus_core.transition.room import Room
+from nereus_core.units import Unit
+
+
+class Dismantle(Exception):
+    """A Split or Merge has no room, not even staged: its units have to be parked and extended."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
 
 
 class Sequencer:
     """Takes nodes of a draft one by one, as soon as all that they wait for have been taken.
 
     Primitives that wait for one another in a circle always do so through a Destroy that waits until
-    an Extend has read its unit. That Destroy goes first instead: as it is, when the stage has
-    another unit to read (an executable Destroy); else parked, so that the Extend reads what host
-    memory keeps.
+    an Extend has read its unit. That Destroy goes first instead: as it is, when the Extend can read
+    another unit (an executable Destroy); else parked, so that the Extend reads what host memory
+    keeps.
+
+    With a `Room`, a primitive whose new shards do not fit beside what its devices hold waits for
+    those that do. When none does, in this order: a Destroy there that could go last goes now; a
+    Split or Merge is staged in host memory; a Destroy there goes first, as above; a Split or Merge
+    there is dismantled.
     """
 
-    def __init__(self, draft: Draft, num_alive: dict[ModelStage, int]) -> None:
-        self.nodes = draft.nodes
-        self.standing = dict(num_alive)
-        """Units of a stage that are there whatever goes first."""
-        self.freed: dict[ModelStage, list[int]] = {stage: [] for stage in num_alive}
-        """Destroys of a stage that go first as they are."""
-        self.open_waits = [set(node.waits) for node in self.nodes]
-        self.wakes: list[set[int]] = [set() for _ in self.nodes]
-        for i, waits in enumerate(self.open_waits):
+    def __init__(self, draft: Draft, alive: Sequence[Sequence[Unit]], room: Room | None) -> None:
+        self._draft, self._nodes, self._room = draft, draft.nodes, room
+        self._standing = [len(units) for units in alive]
+        """By stage: units that are there whatever goes first."""
+        self._anchored = [any(map(self._goes_on, units)) for units in alive]
+        """By stage: whether a unit is there throughout, as it is or changed in place."""
+        for node in self._nodes:
+            self._standing[node.stage] -= node.park
+        self._makers: list[dict[int, None]] = [{} for _ in alive]
+        """By stage: nodes taken that have made a unit which stays."""
+        self._freed: list[list[int]] = [[] for _ in alive]
+        """By stage: Destroys that go first as they are."""
+        self._open = [set(node.waits) for node in self._nodes]
+        self._wakes: list[set[int]] = [set() for _ in self._nodes]
+        for i, waits in enumerate(self._open):
             for first in waits:
-                self.wakes[first].add(i)
+                self._wakes[first].add(i)
+        self._late = [i for i, n in enumerate(self._nodes) if n.destroys and not self._wakes[i]]
+        self._taken = [False] * len(self._nodes)
+        self._ready: list[tuple[tuple[bool, int], int]] = []
+        self._lowest = 0
+        """No node before it is waiting."""
+        self.squeezed: set[int] = set()
+        """Nodes that had to wait for memory."""
 
     def sequence(self) -> list[int]:
         """Return the nodes in an order that keeps every edge, least rank first.
@@ -40,65 +67,218 @@ class Sequencer:
 
         Raises:
             CycleError: a circle that no Destroy can open.
+            Infeasible: a unit has no room, whatever goes first.
+            Dismantle: there is room once this Split or Merge is one no more.
         """
-        last = [i for i, node in enumerate(self.nodes) if node.destroys and not self.wakes[i]]
-        early = set(range(len(self.nodes))) - set(last)
-        ready = [(self.nodes[i].rank, i) for i in early if not self.open_waits[i]]
-        heapq.heapify(ready)
+        early = len(self._nodes) - len(self._late)
+        late = set(self._late)
+        for i, waits in enumerate(self._open):
+            if not waits and i not in late:
+                self._push(i)
         done: list[int] = []
-        while len(done) < len(early):
-            if not ready:
-                freed = self._choose(_circle(self.open_waits))
-                self._let_go(freed)
-                ready.append((self.nodes[freed].rank, freed))
-            node = heapq.heappop(ready)[1]
+        while early:
+            node = self._next()
+            early -= node not in late
+            self._taken[node] = True
             done.append(node)
-            for woken in sorted(self.wakes[node]):
-                self.open_waits[woken].discard(node)
-                if not self.open_waits[woken] and woken in early:
-                    heapq.heappush(ready, (self.nodes[woken].rank, woken))
-        return [*done, *sorted(last, key=lambda i: self.nodes[i].rank)]
+            if any(map(self._goes_on, self._nodes[node].made)):
+                self._makers[self._nodes[node].stage][node] = None
+            if self._nodes[node].destroys and not self._anchored[self._nodes[node].stage]:
+                self._secure(node)
+            if self._room:
+                self._room.take(self._nodes[node])
+            for woken in sorted(self._wakes[node]):
+                self._open[woken].discard(node)
+                if not self._open[woken] and woken not in late:
+                    self._push(woken)
+        rest = [i for i in self._late if not self._taken[i]]
+        rest.sort(key=self._rank)
+        for node in rest:
+            self._taken[node] = True
+            if not self._anchored[self._nodes[node].stage]:
+                self._secure(node)
+        return [*done, *rest]
+
+    def _next(self) -> int:
+        """Choose the node to be taken."""
+        aside = []
+        found = None
+        while self._ready and found is None:
+            entry = heapq.heappop(self._ready)
+            if self._taken[entry[1]] or self._open[entry[1]]:
+                continue  # it has been let go first, or waits for a unit that is to be parked
+            if self._room is None or self._room.blocked(self._nodes[entry[1]]) is None:
+                found = entry[1]
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(self._ready, entry)
+        if found is not None:
+            return found
+        if aside:
+            return self._squeeze([i for _, i in aside])
+        freed = self._choose(self._circle())
+        self._let_go(freed)
+        return freed
+
+    def _rank(self, i: int) -> tuple[bool, int]:
+        """Among primitives that may go next the least does: destroys last, else in stage order."""
+        return self._nodes[i].destroys, self._nodes[i].stage
+
+    def _push(self, i: int) -> None:
+        heapq.heappush(self._ready, (self._rank(i), i))
+
+    # --- Last units -----------------------------------------------------------------------------
+
+    def _goes_on(self, unit: Unit) -> bool:
+        ender = self._draft.ender.get(unit.id)
+        return ender is None or not self._nodes[ender].destroys
+
+    def _secure(self, destroy: int) -> None:
+        """See to it that a Destroy does not end the last unit of a stage: it waits, or parks."""
+        node = self._nodes[destroy]
+        if node.park or destroy in self._freed[node.stage]:
+            return
+        makers = self._makers[node.stage]
+        if makers:
+            if not any(first in makers for first in node.waits):
+                first = next(iter(makers))
+                text = f"{self._nodes[first].made[0].id} stands first"
+                node.waits[first] = (EdgeKind.STATE, text)
+            return
+        node.park = self._standing[node.stage] == 1
+        self._standing[node.stage] -= 1
+        self._settle(destroy)
+
+    def _settle(self, destroy: int) -> None:
+        """Put one that parks after those of its stage that rely on its unit."""
+        node = self._nodes[destroy]
+        if node.park:
+            for other in self._freed[node.stage]:  # all of them have their place
+                text = f"{node.ended[0].id} stands until the others have gone"
+                node.waits[other] = (EdgeKind.STATE, text)
+        else:
+            self._freed[node.stage].append(destroy)
+
+    # --- Circles --------------------------------------------------------------------------------
+
+    def _circle(self) -> list[int]:
+        """Follow open waits, the least first, until a node comes again; return the circle."""
+        while not self._open[self._lowest] or self._taken[self._lowest]:
+            self._lowest += 1
+        path: dict[int, None] = {}
+        node = self._lowest
+        while node not in path:
+            path[node] = None
+            node = min(self._open[node])
+        nodes = list(path)
+        return nodes[nodes.index(node) :]
 
     def _choose(self, circle: list[int]) -> int:
         """Pick the Destroy that opens a circle: one that need not be parked, if there is one."""
-        destroys = [i for i in circle if self.nodes[i].destroys]
+        destroys = [i for i in circle if self._nodes[i].destroys]
         if not destroys:
-            raise CycleError([self.nodes[i].op for i in [*circle, circle[0]]])
-        return min(destroys, key=lambda i: (self.standing[self.nodes[i].stage] == 1, i))
+            raise CycleError([self._nodes[i].named(OpId(f"#{i}")) for i in [*circle, circle[0]]])
+        return min(destroys, key=lambda i: (self._standing[self._nodes[i].stage] == 1, i))
 
     def _let_go(self, freed: int) -> None:
         """Put a Destroy before the Extends it waits for: they read others, or what it parks."""
-        node = self.nodes[freed]
-        assert isinstance(node.op, Destroy)
-        park = self.standing[node.stage] == 1
-        self.standing[node.stage] -= 1
-        node.op = replace(node.op, park=park)
-        for reader in sorted(self.open_waits[freed]):
+        node = self._nodes[freed]
+        unit = node.ended[0]
+        readers = sorted(self._open[freed])
+        last = self._standing[node.stage] == 1
+        instead = None if last else self._instead(unit, readers)
+        node.park = instead is None
+        self._standing[node.stage] -= 1
+        self._open[freed].clear()
+        for reader in readers:
             del node.waits[reader]
-            self.wakes[reader].discard(freed)
-            if park:
-                text = f"reads {node.op.unit}, parked in host memory"
-                self.nodes[reader].waits.setdefault(freed, (EdgeKind.STATE, text))
-                self.open_waits[reader].add(freed)
-                self.wakes[freed].add(reader)
-            else:
-                del self.nodes[reader].reads[node.op.unit]
-        for other in self.freed[node.stage] if park else ():  # all of them have their place
-            node.waits[other] = (
-                EdgeKind.STATE,
-                f"{node.op.unit} stands until the others have gone",
-            )
-        if not park:
-            self.freed[node.stage].append(freed)
-        self.open_waits[freed].clear()
+            self._wakes[reader].discard(freed)
+            if node.park:
+                self._wait(reader, freed, f"reads {unit.id}, parked in host memory")
+                continue
+            reads = self._nodes[reader].reads
+            reads.remove(unit)
+            if other := (instead or {}).get(reader):
+                reads.append(other)
+                self._read(reader, other)
+        self._settle(freed)
 
+    def _instead(self, gone: Unit, readers: list[int]) -> dict[int, Unit] | None:
+        """Find another source for every reader of a unit that has no other; None: there is none."""
+        found: dict[int, Unit] = {}
+        lone = [i for i in readers if self._nodes[i].reads == [gone]]
+        if not lone:
+            return found
+        pool = self._draft.pool(self._nodes[lone[0]].stage)
+        if not pool:
+            return None
+        start = lone[0] % len(pool)  # others than those that the readers before were given
+        others = (u for u in (*pool[start:], *pool[:start]) if u is not gone and self._stands(u))
+        open_to = list(islice(others, len(lone)))
+        if not open_to:
+            return None
+        for turn, reader in enumerate(lone):
+            found[reader] = open_to[turn % len(open_to)]
+        return found
 
-def _circle(open_waits: list[set[int]]) -> list[int]:
-    """Follow open waits, the least first, until a node comes again; return the circle."""
-    path: dict[int, None] = {}
-    node = next(i for i, waits in enumerate(open_waits) if waits)
-    while node not in path:
-        path[node] = None
-        node = min(open_waits[node])
-    nodes = list(path)
-    return nodes[nodes.index(node) :]
+    def _stands(self, unit: Unit) -> bool:
+        """Whether a unit is there and can be read whatever goes next."""
+        maker, ender = self._draft.maker.get(unit.id), self._draft.ender.get(unit.id)
+        made = maker is None or self._taken[maker]
+        return made and (ender is None or not (self._taken[ender] or self._nodes[ender].park))
+
+    def _read(self, reader: int, unit: Unit) -> None:
+        """Let an Extend read a unit that stands."""
+        if (maker := self._draft.maker.get(unit.id)) is not None:
+            self._nodes[reader].waits[maker] = (EdgeKind.STATE, f"reads {unit.id}")
+        if (ender := self._draft.ender.get(unit.id)) is not None:
+            text = f"{unit.id} is read before it ends"
+            self._nodes[ender].waits[reader] = (EdgeKind.STATE, text)
+            self._open[ender].add(reader)
+            self._wakes[reader].add(ender)
+
+    def _wait(self, node: int, first: int, text: str) -> None:
+        self._nodes[node].waits.setdefault(first, (EdgeKind.STATE, text))
+        self._open[node].add(first)
+        self._wakes[first].add(node)
+
+    # --- Memory ---------------------------------------------------------------------------------
+
+    def _squeeze(self, blocked: list[int]) -> int:
+        """Choose a node when none of those that may go has room beside what is there."""
+        assert self._room is not None
+        self.squeezed.update(blocked)
+        full = {i: self._room.blocked(self._nodes[i]) for i in blocked}
+        devices = set(full.values())
+
+        def there(node: Node) -> bool:
+            return any(not devices.isdisjoint(u.devices) for u in node.ended)
+
+        for i in self._late:
+            if not self._taken[i] and not self._open[i] and there(self._nodes[i]):
+                return i
+        for i in blocked:
+            node = self._nodes[i]
+            if self._room.fits_staged(node):
+                node.staging_bytes = self._room.left(node)
+                return i
+        for i, node in enumerate(self._nodes):
+            if self._may_go(i) and there(node):
+                self._let_go(i)
+                return i
+        for i, node in enumerate(self._nodes):
+            if node.ended and not node.destroys and not self._taken[i] and there(node):
+                raise Dismantle(i)
+        first = blocked[0]
+        device = full[first]
+        assert device is not None
+        raise self._room.refuse(self._nodes[first], device, str(self._nodes[first].kind))
+
+    def _may_go(self, destroy: int) -> bool:
+        """Whether a node is a Destroy that waits for nothing but the readers of its unit."""
+        node = self._nodes[destroy]
+        if not node.destroys or node.park or self._taken[destroy]:
+            return False
+        unit = node.ended[0]
+        return all(unit in self._nodes[i].reads for i in self._open[destroy])

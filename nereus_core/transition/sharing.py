@@ -2,69 +2,67 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
-from nereus_core.primitives import created
-from nereus_core.transition.draft import Draft
-from nereus_core.transition.graph import EdgeKind
-from nereus_core.units import UnitId
-from nereus_core.workload import ModelStage
+from nereus_core.units import Unit
 
 
-def share_sources(draft: Draft, sequence: list[int]) -> None:
-    """Share the sources of a stage out among its Extends, so that these run at once.
+def shared(pool: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]:
+    """Share sources out among units to be extended, so that these are built at once.
 
-    One Extend alone is striped over all of them. Each source goes to the Extend that has
-    fewest, the nearest of these; with more Extends than sources, a source serves several.
+    One target alone is striped over all sources. Each source goes to one target, the nearest of
+    those that have fewest: one it shares a device with, else a node. Where targets outnumber
+    sources, units just built serve the next ones, so that n sources build k targets in
+    log2((n + k) / n) rounds, rounded up.
+
+    Returns:
+        The sources of every target, in order of the pool.
     """
-    by_pool: dict[tuple[ModelStage, tuple[UnitId, ...]], list[int]] = defaultdict(list)
-    for i in sequence:
-        node = draft.nodes[i]
-        if node.reads:
-            by_pool[node.stage, tuple(node.reads)].append(i)
-    for (_, pool), extends in by_pool.items():
-        if len(extends) > 1:
-            for i, share in _shares(draft, pool, extends).items():
-                _read_only(draft, i, share)
+    if len(targets) == 1:
+        return [list(pool)]
+    found: list[list[Unit]] = []
+    sources = list(pool)
+    while len(found) < len(targets):
+        batch = targets[len(found) : len(found) + len(sources)]
+        found += _dealt(sources, batch)
+        sources += batch
+    return found
 
 
-def _shares(draft: Draft, pool: tuple[UnitId, ...], extends: list[int]) -> dict[int, list[UnitId]]:
-    """Deal sources to Extends evenly; every one of either has at least one of the other."""
-
-    def nearness(unit: UnitId, extend: int) -> tuple[int, int]:
-        """Devices, then nodes, that both sides have in common."""
-        target = created(draft.nodes[extend].op)[0].id
-        return (
-            (draft.mask[unit] & draft.mask[target]).bit_count(),
-            (draft.node_mask[unit] & draft.node_mask[target]).bit_count(),
-        )
-
-    shares: dict[int, list[UnitId]] = {i: [] for i in extends}
-    if len(pool) >= len(extends):
-        for unit in pool:
-            fewest = min(map(len, shares.values()))
-            open_to = (i for i in extends if len(shares[i]) == fewest)
-            shares[max(open_to, key=lambda i: nearness(unit, i))].append(unit)
-        return shares
-    served = dict.fromkeys(pool, 0)
-    for i in extends:
-        fewest = min(served.values())
-        unit = max((u for u in pool if served[u] == fewest), key=lambda u: nearness(u, i))
-        served[unit] += 1
-        shares[i].append(unit)
+def _dealt(sources: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]:
+    """Deal sources, at least as many as targets, evenly."""
+    shares: list[list[Unit]] = [[] for _ in targets]
+    quota = len(sources) // len(targets)
+    left: Sequence[Unit] = sources
+    for places in (_devices, _nodes):
+        by_place: dict[object, list[int]] = {}
+        for i, target in enumerate(targets):
+            for place in places(target):
+                by_place.setdefault(place, []).append(i)
+        far = []
+        for unit in left:
+            near = [i for place in places(unit) for i in by_place.get(place, ())]
+            i = min(near, key=lambda i: len(shares[i]), default=-1)
+            if i >= 0 and len(shares[i]) < quota:
+                shares[i].append(unit)
+            else:
+                far.append(unit)
+        left = far
+    for rank in range(quota + 1):  # the rest to those that have fewest
+        for share in shares:
+            if left and len(share) <= rank:
+                share.append(left[0])
+                left = left[1:]
+    if len(sources) > len(targets):
+        place = {unit.id: i for i, unit in enumerate(sources)}
+        for share in shares:
+            share.sort(key=lambda u: place[u.id])
     return shares
 
 
-def _read_only(draft: Draft, extend: int, share: list[UnitId]) -> None:
-    """Narrow an Extend to some of its sources, and drop the edges of the others."""
-    node = draft.nodes[extend]
-    needed = {draft.maker.get(u, draft.ender.get(u)) for u in share}
-    for unit in node.reads.keys() - set(share):
-        other = draft.maker.get(unit, draft.ender.get(unit))
-        if other is None or other in needed:
-            continue
-        for waiting, first in ((extend, other), (other, extend)):
-            kind, _ = draft.nodes[waiting].waits.get(first, (None, ""))
-            if kind is EdgeKind.STATE:
-                del draft.nodes[waiting].waits[first]
-    node.reads = dict.fromkeys(share)
+def _devices(unit: Unit) -> Iterable[object]:
+    return unit.devices
+
+
+def _nodes(unit: Unit) -> Iterable[object]:
+    return {d.node: None for d in unit.devices}

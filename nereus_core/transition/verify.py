@@ -59,7 +59,7 @@ def _witness(stage: ModelStage, graph: TransitionGraph) -> UnitId | None:
     if own:
         return own[0].id
     for op in graph.ops:
-        if isinstance(op, Extend) and model_stage_of(op) == stage:
+        if isinstance(op, Extend) and op.sources and model_stage_of(op) == stage:
             followed = graph.units_before.of(op.sources[0].model_stage)
             return followed[0].id if followed else None
     return None

@@ -2,8 +2,10 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nereus_core.admission import admit, explain_event
+from nereus_core.admission import POLICIES, History, admit, explain_event
 from nereus_core.cluster import Cluster
 from nereus_core.config import PolicyConfig
 from nereus_core.cost import CostModel, Interval, Lengths
@@ -22,6 +24,7 @@ LENGTHS = Lengths(32, 128, 192, 256)
 COST = CostModel(JOB)
 SLOW = Plan(dict.fromkeys(JOB.workload.stages, Placement.packed(Layout(4, 1), CLUSTER.devices)))
 PLANNED = best(COST, LENGTHS, Constraints(), SLOW)
+CERTAIN = Crossing.certain(1e6, "none")
 SAVING = COST.saving(SLOW, PLANNED.best.plan, LENGTHS)
 
 
@@ -33,9 +36,11 @@ def decide(**changes):
         "current_plan": SLOW,
         "candidate": PLANNED,
         "transition": Interval(0.4, 0.3, 0.5),
-        "crossing": Crossing(50, "tokens"),
+        "crossing": Crossing(50, 40, 70, "tokens"),
         "policy": PolicyConfig(),
-        "steps_since_transition": None,
+        "history": History(None, 0, 1e4),
+        "signal": "mean response tokens 90 -> 128",
+        "runner_ups": tuple((r, COST.step(r.plan, LENGTHS).step) for r in PLANNED.runner_ups),
         "decision_s": 0.012,
         "saving": SAVING,
     }
@@ -54,11 +59,26 @@ def test_a_saving_that_repays_is_admitted():
 def test_payback_compares_lower_bounds_with_the_upper_bound(factor):
     saved_s = SAVING.low_s * 50
     cost_s = Interval(saved_s / 2, saved_s / 4, saved_s / factor)
-    assert decide(transition=cost_s).admitted is (factor > 1)
+    rule = decide(transition=cost_s).rule.partition("; trial")[0]
+    assert (" repays " in rule) is (factor > 1)
+
+
+def test_an_uncertain_saving_is_tried_where_trying_is_cheap():
+    uncertain = Interval(2.0, -1.0, 5.0)
+    # 48 steps after the trial's 2: 96 s expected, against there and back and 2 s of loss.
+    assert decide(saving=uncertain, transition=Interval(40, 30, 46.9)).admitted
+    refused = decide(saving=uncertain, transition=Interval(40, 30, 47.1))
+    assert not refused.admitted
+    assert "not worth a stake of 96.2 s" in refused.rule
+    assert not decide(saving=uncertain, crossing=Crossing.certain(2, "devices")).admitted
+    # Where it cannot be a loss, there is no way back to be paid for.
+    sure = Interval(2.0, 0.1, 5.0)
+    assert decide(saving=sure, transition=Interval(80, 70, 99)).admitted
+    assert not decide(saving=sure, transition=Interval(80, 70, 101)).admitted
 
 
 def test_an_infeasible_plan_is_left_whatever_it_costs():
-    decision = decide(current=None, transition=Interval(1e5, 1e4, 1e6), steps_since_transition=0)
+    decision = decide(current=None, transition=Interval(1e5, 1e4, 1e6), history=History(0))
     assert decision.admitted
     assert decision.path == "urgent"
     assert decision.current_s is None
@@ -67,9 +87,9 @@ def test_an_infeasible_plan_is_left_whatever_it_costs():
 
 
 def test_cooldown_holds_back_opportunistic_transitions():
-    assert not decide(steps_since_transition=1).admitted
-    assert "cooldown: 1 steps" in decide(steps_since_transition=1).rule
-    assert decide(steps_since_transition=2).admitted
+    assert not decide(history=History(1)).admitted
+    assert "cooldown: 1 steps" in decide(history=History(1)).rule
+    assert decide(history=History(2)).admitted
 
 
 def test_a_small_saving_is_not_worth_a_change_even_for_free():
@@ -86,11 +106,10 @@ def test_the_best_plan_is_kept():
     assert decision.rule == "the current plan is the best one"
 
 
-def test_a_saving_that_may_be_a_loss_is_not_admitted_over_any_horizon():
-    uncertain = Interval(SAVING.mean_s, -0.01, 2 * SAVING.mean_s)
-    decision = decide(
-        saving=uncertain, transition=Interval(0, 0, 0), crossing=Crossing(1e6, "none")
-    )
+def test_a_saving_that_is_more_likely_a_loss_is_not_admitted_over_any_horizon():
+    current = COST.step(SLOW, LENGTHS).step.mean_s
+    loss = Interval(-0.03 * current, -0.5 * current, 0.1 * current)
+    decision = decide(saving=loss, transition=Interval(0, 0, 0), crossing=CERTAIN)
     assert not decision.admitted
 
 
@@ -105,7 +124,7 @@ def test_without_a_shared_saving_both_bounds_count():
     assert loose.low_s < shared.low_s
 
 
-@pytest.mark.parametrize("changes", [{}, {"current": None}, {"steps_since_transition": 0}])
+@pytest.mark.parametrize("changes", [{}, {"current": None}, {"history": History(0)}])
 def test_a_decision_is_explained_from_its_written_record_alone(changes):
     decision = decide(**changes)
     record = json.loads(json.dumps(to_json(decision.event(), 1.0)))
@@ -118,15 +137,98 @@ def test_the_explanation_holds_trigger_plans_bounds_payback_rule_and_losers():
     decision = decide()
     text = decision.explain()
     first, *rest = text.splitlines()
-    assert first == "step 12: opportunistic decision, admitted (woken by tokens; thought for 12 ms)"
-    assert str(SLOW) in rest[0]
-    assert str(PLANNED.best.plan) in rest[1]
+    assert first == "step 12: opportunistic decision, admitted (policy payback; thought for 12 ms)"
+    assert rest[0] == "  woken by   tokens: mean response tokens 90 -> 128"
+    assert str(SLOW) in rest[1]
+    assert str(PLANNED.best.plan) in rest[2]
+    assert "50 steps expected (40 to 70); then response lengths are expected to have moved" in text
     assert f"{SAVING.low_s:.3g} s x 50 steps = {SAVING.low_s * 50:.3g} s" in text
     assert f"rule       {decision.rule}" in text
-    assert all(r.reason in text for r in PLANNED.runner_ups)
+    for loser in PLANNED.runner_ups:
+        bound = COST.step(loser.plan, LENGTHS).step
+        assert f"({bound.low_s:.3g} to {bound.high_s:.3g}), {loser.reason}" in text
     assert PLANNED.runner_ups
 
 
 def test_a_record_without_bounds_is_explained_too():
     event = replace(decide().event(), bounds_s={}, runner_ups=())
     assert "payback" in explain_event(event)
+
+
+# --- policies -----------------------------------------------------------------------------------
+
+
+def judged(name, **changes):
+    return decide(policy=PolicyConfig(admission=name), **changes)
+
+
+def test_any_saving_is_enough_for_dynarl_style_admission_whatever_it_costs():
+    tiny = Interval(1e-3, -1.0, 1.0)
+    dear = Interval(1e4, 1e4, 1e4)
+    assert judged("saving>0", saving=tiny, transition=dear, history=History(0, 9, 10)).admitted
+    assert not judged("saving>0", saving=Interval(-1e-3, -1.0, 1.0)).admitted
+
+
+def test_a_history_of_transitions_discounts_the_next_one():
+    fresh = judged("history-discount", transition=Interval.exactly(100.0))
+    assert fresh.admitted
+    worn = judged(
+        "history-discount", transition=Interval.exactly(100.0), history=History(5, 90, 1e4)
+    )
+    assert not worn.admitted
+    assert "90 transitions so far" in worn.rule
+    # Waived while the job is younger than a transition is long.
+    assert judged(
+        "history-discount", transition=Interval.exactly(100.0), history=History(5, 9, 99.0)
+    ).admitted
+
+
+def test_a_fixed_configuration_is_never_left_for_profit():
+    assert not judged("never").admitted
+    assert judged("never", current=None).path == "urgent"
+
+
+def test_every_policy_names_its_source_and_can_be_configured():
+    for name, policy in POLICIES.items():
+        assert policy.source
+        assert judged(name).policy == name
+
+
+savings = st.floats(-1, 1)
+widths = st.floats(0, 0.5)
+
+
+@given(
+    st.sampled_from(sorted(POLICIES)),
+    savings, widths, st.floats(0, 50), st.floats(0, 300), st.integers(0, 5), st.integers(0, 20),
+    st.floats(0, 1), st.floats(0, 100), st.floats(0, 100),
+)  # fmt: skip
+def test_admission_is_monotone(
+    name, saving, width, cost_s, steps, since, transitions, more_s, more_steps, more_cost_s
+):
+    """More saving or more steps never turn a yes into a no, more cost never a no into a yes."""
+    current = COST.step(SLOW, LENGTHS)
+    steady = Candidate(SLOW, current)
+    best_s = PLANNED.best.step.step
+
+    def verdict(saving, cost_s, steps):
+        # The candidate's own seconds have to agree with the saving that is offered.
+        mean_s = current.step.mean_s - saving
+        moved = Interval(mean_s, mean_s - best_s.mean_s + best_s.low_s, mean_s + width)
+        chosen = replace(PLANNED.best, step=replace(PLANNED.best.step, step=moved))
+        return judged(
+            name,
+            current=steady,
+            candidate=replace(PLANNED, best=chosen),
+            saving=Interval(saving, saving - width, saving + width),
+            transition=Interval(cost_s, cost_s / 2, cost_s * 2),
+            crossing=Crossing.certain(steps, "tokens"),
+            history=History(since, transitions, 1e3),
+        ).admitted
+
+    scale = min(1.0, current.step.mean_s / 3)
+    saving, width, more_s = saving * scale, width * scale, more_s * scale
+    before = verdict(saving, cost_s, steps)
+    assert verdict(saving + more_s, cost_s, steps) >= before
+    assert verdict(saving, cost_s, steps + more_steps) >= before
+    assert verdict(saving, cost_s + more_cost_s, steps) <= before

@@ -13,6 +13,7 @@ from nereus_core.events import (
     DevicesChanged,
     Event,
     EventLog,
+    InputIgnored,
     PrimitiveFinished,
     RunFinished,
     RunStarted,
@@ -52,6 +53,7 @@ ANY = {
         st.none() | words,
     ),
     DevicesChanged: st.builds(DevicesChanged, counts, names, names, names),
+    InputIgnored: st.builds(InputIgnored, counts, words, words, words, counts),
     RunFinished: st.builds(RunFinished, counts, words, figures, figures),
 }  # fmt: skip
 

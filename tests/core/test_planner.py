@@ -59,6 +59,7 @@ def test_plans_are_valid_fit_and_do_not_depend_on_when_they_are_made():
     cost, lengths = large(4), Lengths(512, 2000, 4000, 8000)
     one, two = (best(cost, lengths, Constraints()) for _ in range(2))
     assert one == two
+    assert one.runner_ups == two.runner_ups
     assert not plan_problems(one.best.plan, cost.job)
     assert cost.memory_problem(one.best.plan, lengths) is None
     assert one.best.step == cost.step(one.best.plan, lengths)

@@ -120,7 +120,7 @@ def test_a_stage_that_joins_one_that_stays_waits_for_nobody():
 
 def test_stages_that_swap_devices_and_have_a_unit_to_spare_destroy_it_first():
     before = plan(generate=place((1, 1), 6, 7), ref=place((2, 1), 4, 5), train=place((2, 1), 0, 1))
-    after = plan(generate=place((1, 1), 7, 4), ref=place((1, 2), 5, 6), train=place((2, 1), 0, 1))
+    after = plan(generate=place((1, 1), 7, 4), ref=place((2, 1), 5, 6), train=place((2, 1), 0, 1))
     found = graph(before, after)
     first = found.ops[0]
     assert first == Destroy(OpId("t/0"), UnitId(ACTOR_GENERATE, 0))

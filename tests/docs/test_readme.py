@@ -89,7 +89,9 @@ def test_no_row_documents_what_is_gone():
     hooks = set(re.findall(r"`(nereus_[a-z_]+)\(", README))
     assert hooks == {h.__name__ for h in HOOKS}
     keys = {k for k, _ in config_keys(NereusConfig)}
-    dotted = set(re.findall(r"^\| `((?:policy|constraints|timeouts)\.[a-z_]+)`", README, re.M))
+    dotted = set(
+        re.findall(r"^\| `((?:policy|constraints|timeouts|checkpoint)\.[a-z_]+)`", README, re.M)
+    )
     assert dotted == {k for k in keys if "." in k}
     ours = {e.__name__ for e in ERRORS}
     table = README.partition("## Errors")[2].partition("## Rows")[0]

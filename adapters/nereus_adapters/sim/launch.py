@@ -104,6 +104,7 @@ class SimLaunched:
             max_prompt_tokens=job_config.max_prompt_tokens,
             max_response_tokens=job_config.max_response_tokens,
             precision=FLOAT32,
+            num_steps=job_config.steps,
         )
         lengths = job_config.response_tokens
         script = Script(config.seed, lambda step: lengths[min(step, len(lengths) - 1)])

@@ -5,6 +5,7 @@ Importing this package imports no torch; the hooks do when they are called.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nereus_core.capabilities import Capabilities, Feature, full, unsupported
@@ -73,10 +74,12 @@ def nereus_launch(name: str, config: NereusConfig) -> TorchLaunched | None:
 
 
 @hookimpl(optionalhook=True)
-def nereus_conformance_harness(name: str, tier: str) -> TorchHarness | None:
-    """Return the harness of the real tier (CPU) or the gpu tier."""
+def nereus_conformance_harness(
+    name: str, tier: str, options: Mapping[str, str]
+) -> TorchHarness | None:
+    """Return the harness of the real tier (CPU) or the gpu tier; ``pool=ray`` for seats on Ray."""
     if name != NAME or tier not in ("real", "gpu"):
         return None
     from nereus_adapters.torch.harness import TorchHarness
 
-    return TorchHarness("cpu" if tier == "real" else "cuda")
+    return TorchHarness("cpu" if tier == "real" else "cuda", pool_kind=options.get("pool", "local"))

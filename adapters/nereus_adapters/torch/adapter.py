@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from nereus_adapters.torch import CAPABILITIES
+from nereus_adapters.torch.alike import require_alike
 from nereus_adapters.torch.engine import combine
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.move import Move
@@ -19,7 +20,9 @@ from nereus_core.errors import (
     OutOfDeviceMemory,
     PlanError,
     PrimitiveError,
+    SeatDead,
     UnitLost,
+    WaitTimeout,
 )
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
 from nereus_core.observation import Observation
@@ -37,8 +40,12 @@ from nereus_core.primitives import (
     sources,
 )
 from nereus_core.state import placed, shard_bytes
+from nereus_core.traffic import primitive_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
+
+Fault = Callable[[Primitive, Phase, UnitMap], None]
+"""May let something go wrong on the seats, or raise."""
 
 
 class TorchAdapter:
@@ -54,6 +61,8 @@ class TorchAdapter:
         self._lock = threading.Lock()
         self._ledger = Ledger(CAPABILITIES)
         self._known: dict[UnitId, Unit] = dict(running.units)
+        self.fault: Fault | None = None
+        """Called as each phase of a primitive begins, for a harness."""
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -151,22 +160,24 @@ class TorchAdapter:
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         running = self._running
+        if self.fault is not None:
+            enter = self._struck(enter, self.fault, op, readable)
         enter(Phase.PREPARE)
         if isinstance(op, Destroy):
-            unit = readable[op.unit]
-            for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
-                enter(phase)
-            running.fleet.drop(unit, park=op.park)
-            running.fleet.replace([op.unit], (), [unit] if op.park else ())
-            enter(Phase.RELEASE)
+            self._destroy(op, readable[op.unit], enter)
             return Done()
+        if isinstance(op, Extend) and not op.sources:
+            return self._load(op, readable, enter)
         origin = tuple(readable[u] for u in sources(op))
         stage = model_stage_of(op).stage
         poorer = [u for u in sources(op) if u.model_stage.stage is not Stage.TRAIN]
         if stage is Stage.TRAIN and poorer:
             raise Infeasible(f"{op}: {poorer[0]} holds no optimizer state to copy.", op)
         if isinstance(op, Merge) and len(origin) > 1:
-            require_identical(op, self.fingerprint)
+            if len({unit.layout for unit in origin}) == 1:
+                require_alike(op, origin, running.fleet, running.settings.transfer_s)
+            else:
+                require_identical(op, self.fingerprint)
         counters = self._counters(op, origin)
         move = Move.plan(
             str(op.op_id),
@@ -175,6 +186,7 @@ class TorchAdapter:
             created(op),
             running.item_bytes(stage),
             running.fleet,
+            op.staging_bytes if isinstance(op, Split | Merge) else None,
         )
         self._require_memory(op, move)
         peaks = move.run(
@@ -185,6 +197,48 @@ class TorchAdapter:
             enter,
         )
         return Done(move.moved_bytes, move.kept_bytes, peaks)
+
+    def _load(self, op: Extend, readable: UnitMap, enter: Enter) -> Done:
+        """Build a unit from the folder its model came from."""
+        fleet, job = self._running.fleet, self.job()
+        unit, stage = op.unit, op.unit.model_stage
+        for device, shard in placed(job.model(stage), unit.layout, unit.devices):
+            need = shard_bytes(shard, job.precision, stage.stage) + self._held_bytes(device, job)
+            if need > job.cluster.device_spec.memory_bytes:
+                have = job.cluster.device_spec.memory_bytes
+                raise OutOfDeviceMemory(str(op), device, need, have)
+        enter(Phase.TRANSFER)
+        try:
+            fleet.load([unit])
+            enter(Phase.VERIFY)  # safetensors check what they read
+            enter(Phase.COMMIT)
+        except Exception as error:
+            fleet.unload(unit)
+            if lost := [u.id for u in fleet.reap()]:
+                raise UnitLost(lost, tuple(fleet.units), str(error)) from error
+            raise
+        fleet.replace((), [unit])
+        enter(Phase.RELEASE)
+        return Done(*primitive_bytes(op, readable, job))
+
+    def _destroy(self, op: Destroy, unit: Unit, enter: Enter) -> None:
+        fleet = self._running.fleet
+        for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+            enter(phase)
+        try:
+            fleet.drop(unit, park=op.park)
+        except (SeatDead, WaitTimeout) as error:
+            lost = {u.id for u in fleet.reap()} & {op.unit}
+            raise UnitLost(sorted(lost), tuple(fleet.units), str(error)) from error
+        fleet.replace([op.unit], (), [unit] if op.park else ())
+        enter(Phase.RELEASE)
+
+    def _struck(self, enter: Enter, fault: Fault, op: Primitive, units: UnitMap) -> Enter:
+        def both(phase: Phase) -> None:
+            enter(phase)
+            fault(op, phase, units)
+
+        return both
 
     def _counters(self, op: Primitive, origin: tuple[Unit, ...]) -> dict[str, int | float]:
         """Return the counters of the new units: those of their source."""

@@ -8,9 +8,10 @@ import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
+from nereus_adapters.torch.link import Link, Refused, log
+from nereus_adapters.torch.process import Process
 from nereus_adapters.torch.wire import Call, Reply, receive, send_value
 from nereus_core.cluster import Device
 from nereus_core.errors import SeatDead, WaitTimeout
@@ -55,11 +56,9 @@ class Pending:
 class Channel:
     """Calls to one seat process, run there in the order in which they were sent."""
 
-    def __init__(
-        self, device: Device, process: subprocess.Popen[bytes], connection: Connection
-    ) -> None:
+    def __init__(self, device: Device, process: Process, link: Link) -> None:
         self.device, self.process = device, process
-        self._connection = connection
+        self._link = link
         self._lock = threading.Lock()
         self._pending: dict[int, tuple[str, Future[Answer]]] = {}
         self._next_id = 0
@@ -79,7 +78,7 @@ class Channel:
             self._pending[self._next_id] = (method, future)
             # A seat that died a moment ago: the reader sees the end and fails every pending call.
             with contextlib.suppress(OSError):
-                send_value(self._connection, Call(self._next_id, method, kwargs))
+                send_value(self._link, Call(self._next_id, method, kwargs))
             self._next_id += 1
             dead = self._dead
         if dead:
@@ -97,7 +96,7 @@ class Channel:
     def say_goodbye(self) -> None:
         """Let the process end after the calls it has."""
         with contextlib.suppress(OSError), self._lock:
-            send_value(self._connection, None)
+            send_value(self._link, None)
 
     def close(self, timeout_s: float) -> None:
         """Let the process end after the calls it has; kill it when it takes longer."""
@@ -108,13 +107,18 @@ class Channel:
             self.process.kill()
             self.process.wait(_REAP_S)
         self._reader.join(_REAP_S)
-        self._connection.close()
+        self._link.close()
 
     def _read(self) -> None:
         while True:
             try:
-                reply: Reply = receive(self._connection)
-            except (EOFError, OSError, TypeError):  # TypeError: closed while waiting in a read
+                reply: Reply = receive(self._link)
+            except (EOFError, OSError):
+                break
+            except Refused as error:
+                log.warning("seat %s: %s It is ended.", self.device, error)
+                self._link.close()
+                self.process.kill()
                 break
             with self._lock:
                 method, future = self._pending.pop(reply.id)

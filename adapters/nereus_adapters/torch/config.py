@@ -78,11 +78,17 @@ class DeviceEvent(_Section):
 class BackendSection(_Section):
     """How to run it."""
 
+    pool: Literal["local", "ray"] = "local"
+    """Where seats come from: processes on this machine, or actors on a Ray cluster."""
     device: Literal["cpu", "cuda"] = "cpu"
     seats: int = Field(4, ge=1)
     """Over all nodes."""
     nodes: int = Field(1, ge=1)
-    """Names to spread the seats over; all of them are on this machine."""
+    """Nodes to spread the seats over; only names in the local pool, Ray nodes in the Ray pool."""
+    address: str | None = None
+    """Of the Ray cluster; by default that of RAY_ADDRESS or this machine's, else a new one."""
+    resources: Mapping[str, float] = Field(default_factory=dict)
+    """Ray resources of one seat; one GPU, or one CPU, by default."""
     threads: int = Field(1, ge=1)
     """Of torch in each seat."""
     memory_bytes: int | None = Field(None, gt=0)
@@ -90,9 +96,13 @@ class BackendSection(_Section):
     device_spec: str | None = None
     """Name of a device specification; cpu-seat or h200-sxm by default."""
     port: int = Field(0, ge=0, le=65535)
-    """On which seats find one another, loopback only; 0 picks a free one."""
+    """Of the store on which the seats of the Ray pool find one another; 0 picks a free one."""
     start_s: float = Field(120.0, gt=0)
     """Longest wait for a seat to come up."""
+    grace_s: float = Field(60.0, gt=0)
+    """Seconds that seats wait for another driver when theirs has died."""
+    reattach: bool = False
+    """Take over the seats that a driver with the same run_dir left behind when it was killed."""
     bucket_bytes: int = Field(16 * 2**20, ge=8)
     """Largest message of a transfer."""
     events: tuple[DeviceEvent, ...] = ()

@@ -1,4 +1,4 @@
-"""Faults on request: a seat dies, raises or hangs at a named phase. For tests of recovery."""
+"""Faults on request: what goes wrong in a seat at a named phase. For tests of recovery."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import signal
 import threading
 from typing import Literal
 
-from nereus_core.errors import NereusError
+from nereus_adapters.torch.accountant import Accountant
+from nereus_core.errors import NereusError, OutOfDeviceMemory
 
-FaultKind = Literal["kill", "raise", "hang"]
+FaultKind = Literal["kill", "raise", "hang", "refuse", "corrupt"]
 
 
 class FaultInjected(NereusError):
@@ -19,8 +20,10 @@ class FaultInjected(NereusError):
 class Faults:
     """Faults armed on one seat, each for one phase and one use."""
 
-    def __init__(self) -> None:
+    def __init__(self, accountant: Accountant) -> None:
+        self._accountant = accountant
         self._armed: dict[str, FaultKind] = {}
+        self._spoil = False
 
     def arm(self, phase: str, kind: FaultKind) -> None:
         """Let the next arrival at ``phase`` fail."""
@@ -35,3 +38,14 @@ class Faults:
             threading.Event().wait()
         elif kind == "raise":
             raise FaultInjected(f"a fault was injected at phase {phase!r}.")
+        elif kind == "refuse":
+            if phase != "prepare":  # elsewhere no allocation need follow
+                raise OutOfDeviceMemory(f"phase {phase}", "this seat", 1, 0)
+            self._accountant.refuse_next()
+        elif kind == "corrupt":
+            self._spoil = True
+
+    def spoils(self) -> bool:
+        """Whether the bucket that has just arrived is to be changed; once."""
+        spoil, self._spoil = self._spoil, False
+        return spoil

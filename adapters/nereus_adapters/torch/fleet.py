@@ -13,12 +13,13 @@ from nereus_adapters.torch.engine import PeerLost
 from nereus_adapters.torch.values import ModelSource, ShardSpec
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, UnitLost, WaitTimeout
+from nereus_core.layout import Layout
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ModelStage, Stage
 
 GRACE_S = 5.0
 """The driver waits this much longer than seats wait for each other, so that only a seat that
-hangs itself is late. Chosen, not measured."""
+hangs itself is late; where they wait for less, by as much again. Chosen, not measured."""
 
 
 _generations = itertools.count()
@@ -33,6 +34,16 @@ class Pool(Protocol):
         """Devices whose seat answers."""
         ...
 
+    @property
+    def draining(self) -> frozenset[Device]:
+        """Devices announced to leave, their seats still alive."""
+        ...
+
+    @property
+    def returned(self) -> frozenset[Device]:
+        """Lost devices whose new seat is up; `start` takes it in."""
+        ...
+
     def start(self, devices: Iterable[Device]) -> None:
         """Start seats and wait until they are up; a live one is left alone."""
         ...
@@ -41,12 +52,24 @@ class Pool(Protocol):
         """Put one call per device in line, in one go, in device order."""
         ...
 
+    def require(self, need: int) -> None:
+        """Raise DevicesMissing unless there are as many devices of the pool's kind."""
+        ...
+
+    def call(self, device: Device, method: str, **kwargs: Any) -> Pending:
+        """Put one call in line."""
+        ...
+
     def kill(self, device: Device) -> None:
         """End a seat without notice, and wait until it is gone."""
         ...
 
     def stop(self, device: Device) -> None:
         """Let a seat finish its calls and end."""
+        ...
+
+    def pid(self, device: Device) -> int:
+        """Return the process id of a seat, on its host."""
         ...
 
     def close(self) -> None:
@@ -64,6 +87,8 @@ class Fleet:
         self._links: dict[UnitId, object] = {}
         self.unheard: tuple[UnitId, ...] = ()
         """Units lost since the last relink."""
+        self.may_read = True
+        """Whether seats of one host read each other's memory: until the kernel refuses once."""
         self._lock = threading.RLock()
 
     # --- Units --------------------------------------------------------------------------------
@@ -140,9 +165,24 @@ class Fleet:
         stage = unit.model_stage
         return ShardSpec(self.sources[stage.model], unit.layout, local_rank, stage.stage)
 
+    def start(self, devices: Iterable[Device]) -> None:
+        """Start seats, and let each import what shards of the fleet's models need."""
+        devices = tuple(devices)
+        self.pool.start(devices)
+        specs = [ShardSpec(s, Layout(1, 1), 0, Stage.INFER) for s in self.sources.values()]
+        self.settle(
+            self.pool.send({device: ("warm", {"specs": specs}) for device in devices}),
+            self.timeout_s,
+        )
+
     def build(self, units: Iterable[Unit]) -> None:
         """Build units with their start-up weights."""
         units = tuple(units)
+        self.load(units)
+        self.replace((), units)
+
+    def load(self, units: Iterable[Unit]) -> None:
+        """Build units on their seats; they are not alive yet."""
         pending = [
             p
             for unit in units
@@ -154,7 +194,13 @@ class Fleet:
             )
         ]
         self.settle(pending, self.timeout_s)
-        self.replace((), units)
+
+    def unload(self, unit: Unit) -> None:
+        """Undo a `load` that may have failed on any seat."""
+        for device in unit.devices:
+            if device in self.pool.alive:
+                calls = {device: ("unload", {"unit": unit.id})}
+                self.settle(self.pool.send(calls), self.timeout_s)
 
     # --- Calls --------------------------------------------------------------------------------
 
@@ -184,7 +230,7 @@ class Fleet:
         Raises:
             Exception: of all that went wrong, what most likely caused the rest.
         """
-        deadline = time.monotonic() + timeout_s + GRACE_S
+        deadline = time.monotonic() + timeout_s + min(GRACE_S, timeout_s)
         answers: list[Answer] = []
         errors: list[Exception] = []
         for call in pending:

@@ -12,13 +12,18 @@ from typing import Any, Literal
 import numpy as np
 
 from nereus_adapters.torch.adapter import TorchAdapter
+from nereus_adapters.torch.config import BackendSection
 from nereus_adapters.torch.engine import OptimizerSpec, export_model
+from nereus_adapters.torch.fleet import Pool
 from nereus_adapters.torch.job import TorchJob
-from nereus_adapters.torch.pool import LocalPool
+from nereus_adapters.torch.pools import open_pool
 from nereus_adapters.torch.rl.tasks import CopyTask
 from nereus_adapters.torch.settings import RlSettings
+from nereus_adapters.torch.setup import simplest
+from nereus_adapters.torch.strikes import Strike
 from nereus_adapters.torch.values import ModelSource
 from nereus_core.cluster import Cluster, Device
+from nereus_core.config import validated
 from nereus_core.device_specs import CPU_SEAT, H200_SXM, LOOPBACK, NVLINK4
 from nereus_core.harness import Array, Fault, StepResult, Tier
 from nereus_core.model import ModelSpec
@@ -54,32 +59,38 @@ class TorchHarness:
         device: ``cpu`` (tier real) or ``cuda`` (tier gpu, four devices).
         hf_config: of the model, as in a config.json.
         pool: seats of somebody else, who closes them.
+        pool_kind: ``local`` or ``ray``, where seats are the harness's own.
+        wait_s: longest wait for a stage of a step or a phase of a transfer: what a hang costs.
     """
 
     def __init__(
         self,
         device: Literal["cpu", "cuda"] = "cpu",
         hf_config: Mapping[str, Any] = TINY_CONFIG,
-        pool: LocalPool | None = None,
+        pool: Pool | None = None,
+        pool_kind: str = "local",
+        wait_s: float = _WAIT_S,
     ) -> None:
         self.tier = Tier.REAL if device == "cpu" else Tier.GPU
-        self._device, self._hf_config = device, hf_config
+        self._device, self._hf_config, self._wait_s = device, hf_config, wait_s
         self._owns_pool = pool is None
-        self.pool = pool or LocalPool(device)
+        self._cluster = _cluster(device)
+        backend = validated(BackendSection, {"pool": pool_kind, "device": device}, at="backend")
+        self.pool = pool or open_pool(backend, self._cluster)
         self.pool.require(4)
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-harness-")
         self._model = export_model(hf_config, Path(self._folder.name) / "tiny", seed=_SEED)
         self._running: TorchJob | None = None
+        self._adapter: TorchAdapter | None = None
 
     def job(self, algorithm: Algorithm = "grpo") -> Job:
         """One node of four devices, a model of fifty thousand parameters, a batch of eight."""
         spec = ModelSpec.from_hf_config(self._hf_config, name="actor")
         critic = {"critic": spec.as_critic("critic")} if algorithm == "ppo" else {}
-        hardware = (CPU_SEAT, LOOPBACK) if self._device == "cpu" else (H200_SXM, NVLINK4)
         return Job(
             workload=ALGORITHMS[algorithm](),
             models={"actor": spec, "ref": replace(spec, name="ref"), **critic},
-            cluster=Cluster.homogeneous(1, 4, hardware[0], hardware[1], hardware[1]),
+            cluster=self._cluster,
             global_batch=8,
             max_prompt_tokens=8,
             max_response_tokens=8,
@@ -89,6 +100,23 @@ class TorchHarness:
 
     def launch(self, job: Job, plan: Plan) -> TorchAdapter:
         """Start a job with seed 0; seats are reused."""
+        return self._start(job, plan, None)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the job."""
+        self.running_job.save(folder)
+
+    def resume(self, folder: Path) -> TorchAdapter:
+        """Start the harness's job from a checkpoint, in the simplest plan on two devices."""
+        job = self.job()
+        few = job.on(job.cluster.without(job.cluster.devices[2:]))
+        return self._start(job, simplest(few), folder)
+
+    def take_over(self) -> TorchAdapter:
+        """Go on with the harness's job where the pool's seats are, under a driver before."""
+        return self._start(self.job(), None, None)
+
+    def _start(self, job: Job, plan: Plan | None, resume: Path | None) -> TorchAdapter:
         self._end()
         copies = 2 if job.workload.algorithm == "grpo" else 1
         self._running = TorchJob(
@@ -105,14 +133,16 @@ class TorchHarness:
             RlSettings(
                 seed=_SEED,
                 responses_per_prompt=copies,
-                step_s=_WAIT_S,
-                transfer_s=_WAIT_S,
+                step_s=self._wait_s,
+                transfer_s=self._wait_s,
                 boundary_s=_WAIT_S,
             ),
             self.pool,
             owns_pool=False,
+            resume=resume,
         )
-        return TorchAdapter(self._running)
+        self._adapter = TorchAdapter(self._running)
+        return self._adapter
 
     def sources(self, job: Job) -> dict[str, ModelSource]:
         """Return the models of a job; learning rates large enough that a few steps show."""
@@ -188,7 +218,8 @@ class TorchHarness:
 
     def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
         """Arm a fault."""
-        raise NotImplementedError
+        assert self._adapter is not None
+        self._adapter.fault = Strike(self.pool, fault, op_index, phase, device).at
 
     def close(self) -> None:
         """End the job, and the seats where they are the harness's own."""
@@ -206,6 +237,12 @@ class TorchHarness:
         fleet = self.running_job.fleet
         answers = fleet.settle(fleet.send({unit: kwargs}, method), _WAIT_S)
         return [a.value for a in answers]
+
+
+def _cluster(device: str) -> Cluster:
+    """One node of four devices."""
+    spec, link = (CPU_SEAT, LOOPBACK) if device == "cpu" else (H200_SXM, NVLINK4)
+    return Cluster.homogeneous(1, 4, spec, link, link)
 
 
 def _assembled(key: str, shape: tuple[int, ...], parts: list[Any]) -> Array:

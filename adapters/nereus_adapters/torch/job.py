@@ -5,22 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
+from nereus_adapters.torch.adopting import adopt
 from nereus_adapters.torch.fleet import Fleet, Pool
+from nereus_adapters.torch.manifest import Manifest
 from nereus_adapters.torch.rl.rollout import Rollout
 from nereus_adapters.torch.rl.tasks import Task
+from nereus_adapters.torch.saving import facts, frozen, origin, require_origin, restore, save
 from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.steps import Steps
 from nereus_adapters.torch.values import Memory, ModelSource
 from nereus_adapters.torch.weights import Weights
 from nereus_core.cluster import Device
-from nereus_core.errors import NereusError, UnitLost, Unsupported
+from nereus_core.errors import CheckpointError, NereusError, UnitLost, Unsupported
 from nereus_core.gate import Gate
-from nereus_core.observation import Observation, TokenStats
+from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.plan import Plan, check_plan
 from nereus_core.state import Slot, slots_of
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import Job, Stage
+from nereus_core.workload import Job, ModelStage, Stage
 
 
 class TorchJob:
@@ -31,29 +36,41 @@ class TorchJob:
 
     Args:
         job: what runs; its cluster lists the devices of the pool.
-        plan: where it runs at first.
+        plan: where it runs at first; None takes over what the pool's seats hold.
         sources: model -> shapes, configuration and start-up weights.
         task: prompts and rewards.
         settings: hyperparameters and limits.
         pool: seats; started where they are not, closed with the job when ``owns_pool``.
+        resume: checkpoint folder to start from instead of step 0.
+
+    Raises:
+        CheckpointError: the checkpoint is broken, or of another job.
     """
 
     def __init__(
         self,
         job: Job,
-        plan: Plan,
+        plan: Plan | None,
         sources: Mapping[str, ModelSource],
         task: Task,
         settings: RlSettings,
         pool: Pool,
         *,
         owns_pool: bool = True,
+        resume: Path | None = None,
     ) -> None:
         if job.workload.asynchronous:
             raise Unsupported("an asynchronous workload", "generation waits for weights here")
-        check_plan(plan, job)
+        if plan is not None:
+            check_plan(plan, job)
         self._job, self.settings, self._owns_pool = job, settings, owns_pool
-        self.steps_done = 0
+        self._facts = facts(job, sources, settings)
+        self._origins: dict[ModelStage, str] = {}
+        manifest = None
+        if resume is not None:
+            manifest = Manifest.read(resume)
+            manifest.require_same(self._facts, resume)
+        self.steps_done = manifest.step if manifest else 0
         self.gate = Gate(settings.boundary_s)
         self.fleet = Fleet(pool, sources, settings.step_s)
         self.weights = Weights(
@@ -70,16 +87,31 @@ class TorchJob:
         self._seen: Observation | None = None
         self._lock = threading.RLock()
         try:
-            pool.start(job.cluster.healthy)
-            self.fleet.build(
-                Unit(UnitId(stage, serial), placement.layout, devices)
-                for stage, placement in plan.items()
-                for serial, devices in enumerate(placement.units)
-            )
-            self.relink()
+            if plan is None:
+                self.steps_done = adopt(self.fleet)
+                self._left_behind()  # whoever missed an update of the step that was under way
+            else:
+                self.fleet.start(job.cluster.healthy)
+                self._build(plan, manifest, resume)
+                self.relink()
         except BaseException:
             self.close()
             raise
+
+    def _build(self, plan: Plan, manifest: Manifest | None, folder: Path | None) -> None:
+        for stage, placement in plan.items():
+            units = tuple(
+                Unit(UnitId(stage, serial), placement.layout, devices)
+                for serial, devices in enumerate(placement.units)
+            )
+            if manifest is None or folder is None or stage not in manifest.stages:
+                self.fleet.build(units)
+            else:
+                restore(self.fleet, units, manifest.stages[stage], folder, self.settings.transfer_s)
+        if manifest is not None and folder is not None:
+            for stage, digest in manifest.origins.items():
+                require_origin(self.fleet, stage, digest, folder)
+                self._origins[stage] = digest
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -118,10 +150,7 @@ class TorchJob:
             return Observation(
                 self.steps_done - 1, 0.0, {}, nothing, nothing, {}, healthy, self._draining
             )
-        return Observation(
-            seen.step, seen.step_s, seen.stage_s, seen.prompt_tokens, seen.response_tokens,
-            seen.peak_bytes, healthy, self._draining, seen.efficiency, seen.metrics,
-        )  # fmt: skip
+        return replace(seen, healthy=healthy, draining=self._draining)
 
     # --- Steps --------------------------------------------------------------------------------
 
@@ -145,6 +174,7 @@ class TorchJob:
             except Exception as error:
                 self._cut_short(error)
                 raise
+            self._follow_pool()
             self._finish(rollout, time.perf_counter() - start_s)
             return self._seen.metrics if self._seen is not None else {}
 
@@ -210,21 +240,52 @@ class TorchJob:
             for name in ("loss", "grad_norm", "lr", "entropy", "kl", "clip_fraction"):
                 metrics[f"{model}/{name}"] = float(getattr(found, name))
         peaks = self.peak_bytes()
+        lengths = [len(t) for t in rollout.generated.tokens]
         seen = Observation(
             step=rollout.step,
             step_s=step_s,
             stage_s=dict(self._steps.stage_s),
             prompt_tokens=TokenStats.of([len(p.tokens) for p in rollout.prompts]),
-            response_tokens=TokenStats.of([len(t) for t in rollout.generated.tokens]),
+            response_tokens=TokenStats.of(lengths),
             peak_bytes=peaks,
             healthy=frozenset(self.job.cluster.healthy),
             draining=self._draining,
             metrics=metrics,
+            clip_ratio=clip_ratio(lengths, self.job.max_response_tokens),
         )
         with self._lock:
             self._seen = seen
         self.last, self._rollout = rollout, None
         self.steps_done += 1
+
+    def save(self, folder: Path) -> None:
+        """Write the state after the step done last; ``folder`` appears at once and complete.
+
+        Raises:
+            CheckpointError: it cannot be written, or a step was cut short and is to be finished.
+            UnitLost: a seat ended; names units lost and intact.
+        """
+        with self.gate.step():
+            if self._rollout is not None:
+                raise CheckpointError(
+                    folder, f"step {self.steps_done} was cut short", "run the step to its end first"
+                )
+            try:
+                for stage in frozen(self._job):
+                    if stage not in self._origins:
+                        self._origins[stage] = origin(self.fleet, self.units.of(stage)[0])
+                save(
+                    self.fleet,
+                    self._job,
+                    folder,
+                    about=self._facts,
+                    step=self.steps_done,
+                    origins=self._origins,
+                    timeout_s=self.settings.transfer_s,
+                )
+            except Exception as error:
+                self._cut_short(error)
+                raise
 
     def peak_bytes(self) -> dict[Device, int]:
         """Return the peak of state bytes per seat since the last call."""
@@ -247,6 +308,14 @@ class TorchJob:
         self.fleet.unheard = ()
         self._retire()
 
+    def _follow_pool(self) -> None:
+        """Take up what the pool has learned about its devices."""
+        pool = self.fleet.pool
+        if leaving := pool.draining - self._draining:
+            self.take(leaving)
+        if back := pool.returned:
+            self.give(back)
+
     def take(self, devices: Iterable[Device]) -> None:
         """Announce that devices will leave: once no unit is on them, their seats end."""
         self._draining |= self._known(devices) & self.fleet.pool.alive
@@ -260,7 +329,7 @@ class TorchJob:
         """Devices are back: start their seats; returns when they are up."""
         back = self._known(devices)
         self.fleet.reap()  # a unit that was on the old seat is not on the new one
-        self.fleet.pool.start(sorted(back))
+        self.fleet.start(sorted(back))
         self._retired -= back
         self._draining -= back
 

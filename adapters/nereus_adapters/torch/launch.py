@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 from nereus_adapters.torch.config import DeviceEvent, sections
@@ -15,7 +16,7 @@ from nereus_core.plan import Plan
 
 
 class TorchLaunched:
-    """A job on its own seats. Implements `nereus_core.launched.Launched`."""
+    """A job on its own seats. Implements `nereus_core.launched.Launched` and `Saves`."""
 
     def __init__(self, running: TorchJob, steps: int, events: tuple[DeviceEvent, ...]) -> None:
         self.handle: TorchJob = running
@@ -51,6 +52,15 @@ class TorchLaunched:
                 if event.give:
                     running.give(Device.parse(d) for d in event.give)
         return metrics
+
+    @property
+    def steps_done(self) -> int:
+        """RL steps done since the job first began."""
+        return self.handle.steps_done
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        self.handle.save(folder)
 
     def close(self) -> None:
         """End the job and its seats."""

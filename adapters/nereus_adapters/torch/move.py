@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from nereus_adapters.torch.channel import Pending
+from nereus_adapters.torch.crossing import Digests
 from nereus_adapters.torch.fleet import Fleet
+from nereus_adapters.torch.reading import Unreadable
 from nereus_adapters.torch.routing import buckets, ranks
-from nereus_adapters.torch.values import Bucket, Meeting, Memory, SeatPart
+from nereus_adapters.torch.values import Bucket, Memory, Offer, SeatPart
+from nereus_adapters.torch.ways import turned, ways
 from nereus_core.cluster import Device
-from nereus_core.errors import UnitLost
+from nereus_core.errors import SeatDead, UnitLost, WaitTimeout
 from nereus_core.phases import Enter, Phase
 from nereus_core.state import Route, Slot, placed, routes
 from nereus_core.units import Unit
@@ -31,6 +36,8 @@ class Move:
     routes: tuple[Route, ...]
     item_bytes: Mapping[Slot, int]
     """Slots that move, with the bytes of one element."""
+    staging_bytes: int | None = None
+    """As of a Split or Merge."""
 
     @classmethod
     def plan(
@@ -41,12 +48,13 @@ class Move:
         created: tuple[Unit, ...],
         item_bytes: Mapping[Slot, int],
         fleet: Fleet,
+        staging_bytes: int | None = None,
     ) -> Move:
         """Find the routes; raises KeyError when a part is held by no source."""
         model = fleet.sources[created[0].model_stage.model].spec
         before = [pair for u in sources for pair in placed(model, u.layout, u.devices)]
         after = [pair for u in created for pair in placed(model, u.layout, u.devices)]
-        return cls(name, sources, ending, created, routes(before, after), item_bytes)
+        return cls(name, sources, ending, created, routes(before, after), item_bytes, staging_bytes)
 
     @property
     def moved_bytes(self) -> int:
@@ -71,6 +79,8 @@ class Move:
             if not (route.is_local and route.target in ending):
                 size = route.box.num_elements * sum(self.item_bytes.values())
                 found[route.target] = found.get(route.target, 0) + size
+        if self.staging_bytes is not None:
+            found = {device: min(size, self.staging_bytes) for device, size in found.items()}
         return found
 
     def run(
@@ -91,14 +101,18 @@ class Move:
             Exception: what a seat raised before commit; all units are as they were.
         """
         op = f"{self.name}/{next(_attempts)}"
-        parts = self._parts(fleet, op, counters, bucket_bytes, timeout_s)
+        numbering = ranks(self.routes)
+        messages = buckets(self.routes, self.item_bytes, numbering, bucket_bytes)
+        parts = self._parts(fleet, op, counters, numbering, messages)
         try:
-            fleet.settle(
-                fleet.pool.send({d: ("prepare", {"part": p}) for d, p in parts.items()}), timeout_s
-            )
-            for phase in (Phase.TRANSFER, Phase.VERIFY):
-                enter(phase)
-                self._phase(fleet, parts, phase, op, timeout_s)
+            prepare: dict[Device, Mapping[str, Any]] = {d: {"part": p} for d, p in parts.items()}
+            offers: dict[Device, Offer] = self._ask(fleet, "prepare", prepare, timeout_s)
+            enter(Phase.TRANSFER)
+            left = self._cross(fleet, op, offers, numbering, messages, timeout_s)
+            enter(Phase.VERIFY)
+            expected = turned(left, numbering)
+            verify = {d: {"op": op, "left": expected.get(d, {})} for d in parts}
+            self._ask(fleet, "verify", verify, timeout_s)
             enter(Phase.COMMIT)
         except BaseException as error:
             self._abandon(fleet, parts, op, timeout_s)
@@ -114,30 +128,59 @@ class Move:
         enter(Phase.RELEASE)
         for unit in gone:
             fleet.drop(unit)
-        self._phase(
-            fleet, {d: p for d, p in parts.items() if d in alive}, Phase.RELEASE, op, timeout_s
-        )
+        # A seat that ends now takes units with it, but the primitive is done: whoever looks next
+        # finds them gone.
+        with suppress(SeatDead, WaitTimeout):
+            self._ask(fleet, "release", {d: {"op": op} for d in parts if d in alive}, timeout_s)
         if gone or lost_too:
             lost_ids = sorted({u.id for u in (*gone, *lost_too)})
             raise UnitLost(lost_ids, tuple(fleet.units), f"a seat ended in commit of {self.name}")
         return peaks
+
+    def _cross(
+        self,
+        fleet: Fleet,
+        op: str,
+        offers: Mapping[Device, Offer],
+        numbering: Mapping[Device, int],
+        messages: tuple[Bucket, ...],
+        timeout_s: float,
+    ) -> dict[Device, Digests]:
+        """Let state cross; return the digests of what left each seat."""
+
+        def attempt() -> dict[Device, Digests]:
+            name = f"{op}/{'near' if fleet.may_read else 'far'}"
+            chosen = ways(offers, numbering, messages, name, timeout_s, may_read=fleet.may_read)
+            calls = {d: {"op": op, "ways": way} for d, way in chosen.items()}
+            return self._ask(fleet, "transfer", calls, timeout_s)
+
+        try:
+            return attempt()
+        except Unreadable:
+            fleet.may_read = False
+            return attempt()
+
+    def _ask(
+        self,
+        fleet: Fleet,
+        phase: str,
+        calls: Mapping[Device, Mapping[str, Any]],
+        timeout_s: float,
+    ) -> dict[Device, Any]:
+        pending = fleet.pool.send({d: (phase, kwargs) for d, kwargs in calls.items()})
+        answers = fleet.settle(pending, timeout_s)
+        return {call.device: a.value for call, a in zip(pending, answers, strict=True)}
 
     def _lost(self, fleet: Fleet, parts: Mapping[Device, SeatPart]) -> list[Unit]:
         """Return units that are gone with a seat that took part; others are not its matter."""
         lost, alive = fleet.reap(), fleet.pool.alive
         return [u for u in lost if any(d in parts and d not in alive for d in u.devices)]
 
-    def _phase(
-        self, fleet: Fleet, parts: Mapping[Device, SeatPart], phase: str, op: str, timeout_s: float
-    ) -> None:
-        calls = {device: (phase, {"op": op}) for device in parts}
-        fleet.settle(fleet.pool.send(calls), timeout_s)
-
     def _abandon(
         self, fleet: Fleet, parts: Mapping[Device, SeatPart], op: str, timeout_s: float
     ) -> None:
-        alive = {d: p for d, p in parts.items() if d in fleet.pool.alive}
-        self._phase(fleet, alive, "abandon", op, timeout_s)
+        alive = {d: {"op": op} for d in parts if d in fleet.pool.alive}
+        self._ask(fleet, "abandon", alive, timeout_s)
 
     def _commit(
         self, fleet: Fleet, parts: Mapping[Device, SeatPart], op: str, timeout_s: float
@@ -167,11 +210,9 @@ class Move:
         fleet: Fleet,
         op: str,
         counters: Mapping[str, int | float],
-        bucket_bytes: int,
-        timeout_s: float,
+        numbering: Mapping[Device, int],
+        messages: tuple[Bucket, ...],
     ) -> dict[Device, SeatPart]:
-        numbering = ranks(self.routes)
-        messages = buckets(self.routes, self.item_bytes, numbering, bucket_bytes)
         by_rank: dict[int, list[Bucket]] = {rank: [] for rank in numbering.values()}
         for message in messages:
             by_rank[message.source].append(message)
@@ -182,12 +223,9 @@ class Move:
         def part(device: Device) -> SeatPart:
             unit, local_rank = targets.get(device, (None, 0))
             mine = [r for r in self.routes if r.target == device]
-            crosses = device in numbering
             return SeatPart(
                 op=op,
-                meeting=Meeting(
-                    op, numbering.get(device, 0), len(numbering) if crosses else 1, timeout_s
-                ),
+                rank=numbering.get(device, -1),
                 sources=tuple(u.id for u in self.sources if device in u.devices),
                 ending=tuple(u.id for u in self.ending if device in u.devices),
                 target=None if unit is None else unit.id,
@@ -195,8 +233,9 @@ class Move:
                 slots=tuple(self.item_bytes),
                 kept=tuple((r.tensor, r.box) for r in mine if r.is_local),
                 fetched=tuple((r.tensor, r.box) for r in mine if not r.is_local),
-                buckets=tuple(by_rank[numbering[device]]) if crosses else (),
+                buckets=tuple(by_rank[numbering[device]]) if device in numbering else (),
                 counters=counters,
+                staging_bytes=self.staging_bytes,
             )
 
         return {device: part(device) for device in sorted(taking_part)}

@@ -1,60 +1,117 @@
-"""LocalPool: seats on this machine, and the store on which they find one another."""
+"""LocalPool: seats on this machine, reached by Unix sockets in a private folder."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 
+import nereus_adapters
+import nereus_core
+from nereus_adapters.torch.accountant import HUGE_PAGES
 from nereus_adapters.torch.channel import Channel, Pending
+from nereus_adapters.torch.folder import PoolFolder
+from nereus_adapters.torch.link import Link, Refused, log
+from nereus_adapters.torch.process import Adopted
+from nereus_adapters.torch.serve import Boot
+from nereus_adapters.torch.store import file_address
 from nereus_adapters.torch.values import SeatSettings
-from nereus_adapters.torch.wire import send_value
+from nereus_adapters.torch.wire import Call, Reply, receive, send_value
 from nereus_core.cluster import Device
-from nereus_core.errors import ConfigError, DevicesMissing, SeatDead
+from nereus_core.errors import DevicesMissing, SeatDead
 
-_LOOPBACK = "127.0.0.1"
 _CLOSE_S = 5.0
 """Longest wait for a seat to end by itself. Chosen, not measured."""
+GRACE_S = 60.0
+"""Seconds that seats wait for another driver when theirs has died: time to notice and to start one
+(imports take 10 s). Chosen, not measured."""
 
 
 class LocalPool:
-    """Seat processes, one per device. The store lives here and outlives every seat.
+    """Seat processes, one per device, and their private folder. Both outlive a driver that is
+    killed, for a period of grace; `attach` takes them over.
 
     Thread-safe. `send` puts the calls of several seats in line at once: two collective calls
     reach all their seats in the same order, so they cannot wait for each other.
-
-    Raises:
-        ConfigError: the port is in use.
-    """
+    """  # noqa: D205  (one sentence, too long for a line)
 
     def __init__(
-        self, device_kind: str, *, threads: int = 1, port: int = 0, start_s: float = 120.0
+        self,
+        device_kind: str,
+        *,
+        threads: int = 1,
+        start_s: float = 120.0,
+        grace_s: float = GRACE_S,
+        folder: PoolFolder | None = None,
     ) -> None:
-        self._kind, self._threads, self._start_s = device_kind, threads, start_s
-        self._store = _listening_store(port)
+        self._kind, self._threads = device_kind, threads
+        self._start_s, self._grace_s = start_s, grace_s
+        self.folder = folder or PoolFolder.made()
+        self._secret = self.folder.secret
         self._channels: dict[Device, Channel] = {}
         self._order = threading.Lock()
         atexit.register(self.close)
 
-    @property
-    def port(self) -> int:
-        """Of the store, on the loopback interface."""
-        return int(self._store.port)
+    @classmethod
+    def attach(
+        cls,
+        folder: Path,
+        device_kind: str,
+        *,
+        threads: int = 1,
+        start_s: float = 120.0,
+        grace_s: float = GRACE_S,
+    ) -> Self:
+        """Take over the seats of a driver that has died; those that have ended too are left out.
+
+        Raises:
+            NereusError: the folder is gone: so are the seats.
+        """
+        pool = cls(
+            device_kind,
+            threads=threads,
+            start_s=start_s,
+            grace_s=grace_s,
+            folder=PoolFolder(folder),
+        )
+        for device in pool.folder.devices():
+            try:
+                pool._channels[device] = pool._adopt(device)
+            except (Refused, EOFError, OSError) as error:
+                log.warning("seat %s cannot be taken over: %s", device, error)
+        return pool
+
+    def _adopt(self, device: Device) -> Channel:
+        link = Link.as_driver(
+            self.folder.connected(device, self._start_s), self._secret, self._start_s
+        )
+        # What the seat was doing for the other driver it does to its end first.
+        send_value(link, Call(-1, "hello", {}))
+        reply: Reply = receive(link)
+        return Channel(device, Adopted(int(reply.value)), link)
 
     @property
     def alive(self) -> frozenset[Device]:
         """Devices whose seat answers."""
         return frozenset(d for d, c in self._channels.items() if c.alive)
+
+    @property
+    def draining(self) -> frozenset[Device]:
+        """Devices announced to leave: none, this machine gives no notice."""
+        return frozenset()
+
+    @property
+    def returned(self) -> frozenset[Device]:
+        """Lost devices with a new seat: none, nobody but the job starts one here."""
+        return frozenset()
 
     def require(self, need: int) -> None:
         """Raise DevicesMissing unless this machine has as many devices of the pool's kind."""
@@ -75,7 +132,9 @@ class LocalPool:
             old = self._channels.pop(device, None)
             if old is not None:
                 old.close(_CLOSE_S)
-            self._channels[device] = self._spawn(device)
+        processes = {device: self._spawn(device) for device in wanted}
+        for device, process in processes.items():
+            self._channels[device] = Channel(device, process, self._linked(device, process))
         for pending in self.send({device: ("hello", {}) for device in wanted}):
             pending.wait(self._start_s)
 
@@ -113,62 +172,64 @@ class LocalPool:
             channel.say_goodbye()
         for channel in channels:
             channel.close(_CLOSE_S)
+        self.folder.remove()
 
     def _channel(self, device: Device, doing: str) -> Channel:
         if device not in self._channels:
             raise SeatDead(device, None, doing)
         return self._channels[device]
 
-    def _spawn(self, device: Device) -> Channel:
-        ours, theirs = socket.socketpair()
-        # Not multiprocessing's spawn: that would import the user's main module in every seat.
-        command = [sys.executable, "-m", "nereus_adapters.torch.seat", str(theirs.fileno())]
-        with theirs:
+    def _spawn(self, device: Device) -> subprocess.Popen[bytes]:
+        index = f":{device.index}" if self._kind == "cuda" else ""
+        settings = SeatSettings(
+            f"{self._kind}{index}", self._threads, file_address(self.folder.store), self._start_s
+        )
+        boot = Boot(asdict(settings), self._secret, str(self.folder.address(device)), self._grace_s)
+        told, tell = os.pipe()
+        with self.folder.listening(device) as listener:
+            descriptors = [told, listener.fileno()]
+            # Not multiprocessing's spawn: that would import the user's main module in every seat.
             process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", "nereus_adapters.torch.serve", *map(str, descriptors)],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # gloo greets there
                 env=_environment(),
+                start_new_session=True,  # a terminal that is closed does not take the seats along
             )
-        connection = Connection(ours.detach())
-        index = f":{device.index}" if self._kind == "cuda" else ""
-        settings = SeatSettings(
-            f"{self._kind}{index}", self._threads, _LOOPBACK, self.port, self._start_s
-        )
-        send_value(connection, settings)
-        return Channel(device, process, connection)
+        os.close(told)
+        with os.fdopen(tell, "wb") as pipe:
+            pipe.write(boot.to_bytes())
+        return process
+
+    def _linked(self, device: Device, process: subprocess.Popen[bytes]) -> Link:
+        peer = self.folder.connected(device, self._start_s)
+        try:
+            return Link.as_driver(peer, self._secret, self._start_s)
+        except (EOFError, OSError) as error:
+            process.kill()
+            raise SeatDead(device, process.wait(_CLOSE_S), "start") from error
 
 
 def _environment() -> dict[str, str]:
     return {
         **os.environ,
-        # The same code as the driver's, wherever it was imported from.
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": os.pathsep.join(_own_paths()),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
         "TOKENIZERS_PARALLELISM": "false",
+        **HUGE_PAGES,
     }
 
 
-def _listening_store(port: int) -> dist.TCPStore:
-    """Host a store on the loopback interface only (by itself it would listen on all)."""
-    listener = socket.socket()
-    try:
-        listener.bind((_LOOPBACK, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            "backend.port", f"{port} on {_LOOPBACK} cannot be used: {error.strerror}"
-        ) from error
-    listener.listen()
-    return dist.TCPStore(
-        _LOOPBACK,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-    )
+def _own_paths() -> list[str]:
+    """Return where this code was imported from, for seats to import the same.
+
+    Not all of sys.path: a file beside the driver's script may bear the name of a package that
+    torch or transformers look for.
+    """
+    packages = [Path(str(module.__file__)) for module in (nereus_core, nereus_adapters)]
+    own = dict.fromkeys(str(file.resolve().parents[1]) for file in packages)
+    return [*own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

@@ -1,51 +1,50 @@
 """Seat: one device's long-lived process, into which shards of units come and go.
 
-Started as ``python -m nereus_adapters.torch.seat FD``; FD is an inherited pipe to the driver.
-A thread reads calls, the main thread runs them one after another. When the driver is gone the
-pipe ends, and so does the seat, whatever it was doing.
+`serve` has the loop that runs it; its methods do not know how calls arrive.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-import queue
-import sys
-import threading
-import time
-from collections.abc import Mapping
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.boxes import read_boxes, write_boxes
+from nereus_adapters.torch.crossing import Digests
 from nereus_adapters.torch.engine import (
     Batch,
     Generated,
-    Group,
     LossSpec,
     TrainMetrics,
     UnitGroups,
     UnitShard,
-    make_group,
     make_unit_groups,
 )
+from nereus_adapters.torch.exchange import digest
 from nereus_adapters.torch.faults import FaultKind, Faults
-from nereus_adapters.torch.sync import synchronize
+from nereus_adapters.torch.manifest import Piece
+from nereus_adapters.torch.store import open_store
+from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
 from nereus_adapters.torch.values import (
-    Meeting,
+    Held,
+    Inventory,
     Memory,
+    Offer,
+    Region,
     SeatPart,
     SeatSettings,
     ShardSpec,
     SyncPart,
+    Ways,
 )
-from nereus_adapters.torch.wire import Call, Failure, Reply, receive, send_value
-from nereus_core.errors import NereusError
 from nereus_core.state import Slot
 from nereus_core.units import UnitId
 
@@ -56,24 +55,28 @@ class Seat:
     def __init__(self, settings: SeatSettings) -> None:
         torch.set_num_threads(settings.threads)
         torch.use_deterministic_algorithms(True)
+        # Storage is written in full before it is read; to fill it first costs as much as a copy.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.store = torch.distributed.TCPStore(
-            settings.store_host,
-            settings.store_port,
-            is_master=False,
-            timeout=timedelta(seconds=settings.connect_s),
-        )
+        self._shared = open_store(settings.store, settings.connect_s)
+        self.store: torch.distributed.Store = self._shared
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
         self.accountant = Accountant()
-        self.faults = Faults()
+        self.faults = Faults(self.accountant)
         self._groups: dict[UnitId, UnitGroups] = {}
-        self._lanes: dict[str, Group] = {}
+        self._lanes: dict[str, Lane] = {}
         self._transfers: dict[str, Transfer] = {}
+        self._committed: set[str] = set()
 
     # --- Units --------------------------------------------------------------------------------
+
+    def warm(self, specs: Sequence[ShardSpec]) -> None:
+        """Import and compile what the first shard of a model needs: once a job, not a move."""
+        for spec in specs:
+            spec.build(self.device)
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
@@ -81,6 +84,26 @@ class Seat:
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
+
+    def restore(
+        self,
+        unit: UnitId,
+        spec: ShardSpec,
+        folder: str,
+        pieces: tuple[Piece, ...],
+        counters: Mapping[str, int | float],
+    ) -> None:
+        """Build a shard with the state that a checkpoint has."""
+        shard = spec.build(self.device)
+        shard.replace(read_boxes(Path(folder), pieces, shard))
+        shard.counters.update(counters)
+        self.accountant.take(shard.resident_bytes())
+        self.units[unit] = shard
+
+    def save(self, unit: UnitId, path: str, regions: tuple[Region, ...]) -> list[Piece]:
+        """Write boxes of a shard to a file; returns what is in it once it is on disk."""
+        self.faults.at("save")
+        return write_boxes(Path(path), self.units[unit], regions)
 
     def drop(self, unit: UnitId, *, park: bool = False) -> None:
         """Let go of a shard and its memory; parked, its state moves to host memory."""
@@ -92,6 +115,11 @@ class Seat:
             self.parked[unit] = shard
         del shard
         self._free()
+
+    def unload(self, unit: UnitId) -> None:
+        """Let go of a shard if it is there."""
+        if unit in self.units:
+            self.drop(unit)
 
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
@@ -113,6 +141,16 @@ class Seat:
     def digests(self, unit: UnitId) -> dict[str, str]:
         """Return a shard's partial digests."""
         return self.units[unit].digests()
+
+    def sums(self, unit: UnitId) -> dict[str, object]:
+        """Return digests of a shard's tensors, and its counters: equal on equal shards."""
+        shard = self.units[unit]
+        found: dict[str, object] = dict(shard.counters)
+        for name in shard.names:
+            for slot in shard.slots:
+                flat = shard.tensor(slot, name).contiguous().view(-1)
+                found[f"{slot}/{name}"] = digest(flat).tolist()
+        return found
 
     def peek(self, unit: UnitId) -> dict[str, tuple[tuple[int, ...], np.ndarray[Any, Any]]]:
         """Return a shard's tensors with their offsets, for tests; bf16 as its bit pattern."""
@@ -190,44 +228,47 @@ class Seat:
         if unit in self._groups:
             self._groups.pop(unit).close()
 
-    def open_lane(self, name: str, meeting: Meeting) -> None:
-        """Join a group that weight synchronisation uses again and again."""
+    def open_lane(self, name: str, part: SyncPart) -> Offer:
+        """Begin a lane, which weight synchronization uses again and again."""
         self.close_lane(name)
-        self._lanes[name] = make_group(
-            self.store, meeting.name, meeting.rank, meeting.size, self.device, meeting.timeout_s
-        )
+        self._lanes[name] = Lane(part, self.units, self.device, self.accountant)
+        return self._lanes[name].offer()
+
+    def join_lane(self, name: str, ways: Ways) -> None:
+        """Learn how weights cross on a lane."""
+        self._lanes[name].join(ways, self.store)
 
     def close_lane(self, name: str) -> None:
-        """Leave such a group."""
+        """End a lane."""
         if name in self._lanes:
             self._lanes.pop(name).close()
 
     # --- Transfers ----------------------------------------------------------------------------
 
-    def prepare(self, part: SeatPart) -> None:
+    def prepare(self, part: SeatPart) -> Offer:
         """First phase of a primitive."""
         self.faults.at("prepare")
         held = {**self.parked, **self.units}
         transfer = Transfer(part, held, self.device, self.accountant)
         self._transfers[part.op] = transfer
         self.accountant.reset_peak()
-        transfer.prepare()
+        return transfer.prepare()
 
-    def transfer(self, op: str) -> None:
+    def transfer(self, op: str, ways: Ways) -> Digests:
         """Second phase: state crosses."""
         try:
-            self._transfers[op].meet(self.store)
+            self._transfers[op].meet(ways, self.store)
             # After the meeting: a seat that fails here breaks the group, so that no peer waits.
             self.faults.at("transfer")
-            self._transfers[op].transfer()
+            return self._transfers[op].transfer(ways, self.faults.spoils)
         except BaseException:
             self._transfers[op].release()
             raise
 
-    def verify(self, op: str) -> None:
+    def verify(self, op: str, left: Digests) -> None:
         """Third phase: what arrived is what was sent."""
         self.faults.at("verify")
-        self._transfers[op].verify()
+        self._transfers[op].verify(left)
 
     def commit(self, op: str) -> Memory:
         """Fourth phase: the new shard stands, the old ones are gone; returns the peak."""
@@ -240,11 +281,14 @@ class Seat:
             self.units.pop(unit, None)
         if part.target is not None and shard is not None:
             self.units[part.target] = shard
+        self._committed.add(op)
         return self.memory()
 
     def release(self, op: str) -> None:
         """Last phase: nothing of the transfer is left."""
+        self.faults.at("release")
         self._transfers.pop(op).release()
+        self._committed.discard(op)
         self._free()
 
     def abandon(self, op: str) -> None:
@@ -253,15 +297,18 @@ class Seat:
             self._transfers.pop(op).abandon()
             self._free()
 
-    def sync(self, lane: str, part: SyncPart, version: int) -> None:
+    def sync(self, lane: str) -> Digests:
         """Take weights from a training unit, in place."""
         try:
             self.faults.at("sync")
-            group = self._lanes[lane] if part.crosses else None
-            synchronize(part, version, self.units, group, self.device)
+            return self._lanes[lane].cross()
         except BaseException:
             self.close_lane(lane)
             raise
+
+    def synced(self, lane: str, left: Digests, version: int) -> None:
+        """Accept them: what arrived is what was sent."""
+        self._lanes[lane].accept(left, version)
 
     # --- Computation --------------------------------------------------------------------------
 
@@ -303,6 +350,29 @@ class Seat:
             self.unlink(unit)
             raise
 
+    # --- Drivers --------------------------------------------------------------------------------
+
+    def adopted(self, name: str) -> None:
+        """Serve another driver: groups of the one before are closed, new ones bear its name."""
+        for unit in list(self._groups):
+            self.unlink(unit)
+        for lane in list(self._lanes):
+            self.close_lane(lane)
+        self.store = torch.distributed.PrefixStore(name, self._shared)
+        self.faults = Faults(self.accountant)
+
+    def inventory(self) -> Inventory:
+        """Say what is here."""
+
+        def held(shards: Mapping[UnitId, UnitShard]) -> dict[UnitId, Held]:
+            return {
+                unit: Held(shard.layout, shard.local_rank, int(shard.counters["step"]))
+                for unit, shard in shards.items()
+            }
+
+        transfers = {op: op in self._committed for op in self._transfers}
+        return Inventory(held(self.units), held(self.parked), transfers)
+
     # --- Faults -------------------------------------------------------------------------------
 
     def fail_at(self, phase: str, kind: FaultKind) -> None:
@@ -319,7 +389,7 @@ class Seat:
             self.drop(unit)
         self.parked.clear()
         self.accountant = Accountant()
-        self.faults = Faults()
+        self.faults = Faults(self.accountant)
 
     def hello(self) -> int:
         """Answer with the process id: the seat is up."""
@@ -331,40 +401,13 @@ class Seat:
             torch.cuda.empty_cache()
 
 
-def serve(connection: Connection) -> None:
-    """Run calls until the driver says goodbye or is gone. The first message is the settings."""
-    settings: SeatSettings = receive(connection)
-    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-    seat: Seat | None = None
-    threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
-    while (call := calls.get()) is not None:
-        start = time.perf_counter()
-        value, failure = None, None
-        try:
-            if seat is None:
-                seat = Seat(settings)
-                gc.freeze()  # what the imports made stays; collections need not look at it
-            method = getattr(seat, call.method, None)
-            if method is None or call.method.startswith("_"):
-                raise NereusError(f"a seat has no method {call.method!r}.")
-            value = method(**call.kwargs)
-        except Exception as error:
-            failure = Failure.of(error)
-        send_value(connection, Reply(call.id, value, failure, time.perf_counter() - start))
+def once(settings: SeatSettings) -> Callable[[], Seat]:
+    """Return a function that makes the seat when first called, and returns it."""
 
+    @functools.cache
+    def made() -> Seat:
+        seat = Seat(settings)
+        gc.freeze()  # what the imports made stays; collections need not look at it
+        return seat
 
-def _read(connection: Connection, calls: queue.SimpleQueue[Call | None]) -> None:
-    try:
-        while True:
-            call = receive(connection)
-            calls.put(call)
-            if call is None:
-                return
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
-    # Threads of torch may still hold connections of peers that are gone: do not wait for them.
-    os._exit(0)
+    return made

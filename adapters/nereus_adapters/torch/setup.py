@@ -15,17 +15,19 @@ from typing import Any
 from nereus_adapters.torch.config import BackendSection, JobSection, PlacementConfig, sections
 from nereus_adapters.torch.engine import OptimizerSpec, export_model
 from nereus_adapters.torch.job import TorchJob
-from nereus_adapters.torch.pool import LocalPool
+from nereus_adapters.torch.manifest import Manifest
+from nereus_adapters.torch.pools import leave_word, left_pool, open_pool
 from nereus_adapters.torch.rl.tasks import Task, load_task
 from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.values import ModelSource
+from nereus_core.checkpoints import resolved
 from nereus_core.cluster import Cluster, Device, DeviceSpec
 from nereus_core.config import NereusConfig
 from nereus_core.device_specs import DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
-from nereus_core.plan import Placement, Plan, check_plan
+from nereus_core.plan import Placement, Plan, check_plan, plan_problems
 from nereus_core.workload import ALGORITHMS, FLOAT32, FLOAT64, Job, ModelStage, Precision
 
 # As the engine keeps it: parameters and gradients in bf16, moments in float32, no master copy.
@@ -40,23 +42,31 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
 
     Args:
         config: sections ``job`` and ``backend`` are validated here.
-        plan: where to start; by default ``job.plan``, else `simplest`.
+        plan: where to start; by default, that of the checkpoint to resume from where there is one
+            (see `resumable`), else ``job.plan``, else `simplest`.
 
     Raises:
         ConfigError, ModelConfigError, PlanError: before any seat is started.
+        CheckpointError: what is to be resumed is broken, or of another job.
+        NereusError: the driver whose seats are taken over died inside a step that cannot be redone.
     """
     job_section, backend = sections(config)
     folder, hf_config = _model(job_section.model, config)
     job = _job(job_section, backend, ModelSpec.from_hf_config(hf_config, name="actor"))
     task = _task(job_section, config.seed, folder, job)
+    settings = _settings(job_section, backend, config, hf_config)
+    sources = _sources(job, job_section, hf_config, folder)
+    if backend.reattach:
+        return TorchJob(job, None, sources, task, settings, left_pool(config.run_dir, backend))
+    resume = resolved(config.checkpoint.resume) if config.checkpoint.resume else None
+    if plan is None and resume is not None:
+        plan = resumable(Manifest.read(resume).plan, job)
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
     check_plan(plan, job)
-    settings = _settings(job_section, backend, config, hf_config)
-    pool = LocalPool(
-        backend.device, threads=backend.threads, port=backend.port, start_s=backend.start_s
-    )
-    return TorchJob(job, plan, _sources(job, job_section, hf_config, folder), task, settings, pool)
+    pool = open_pool(backend, job.cluster)
+    leave_word(pool, config.run_dir)
+    return TorchJob(job, plan, sources, task, settings, pool, resume=resume)
 
 
 def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
@@ -72,6 +82,7 @@ def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
         max_response_tokens=section.max_response_tokens,
         precision=PRECISIONS[section.precision],
         micro_batch=section.micro_batch,
+        num_steps=section.steps,
     )
 
 
@@ -228,6 +239,14 @@ def _placement(job: Job, stage: ModelStage, wanted: str | PlacementConfig | None
         if len(devices) < count:
             raise ConfigError(key, f"{text} takes {count} seats, there are {len(devices)}")
     return Placement.packed(layout, devices)
+
+
+def resumable(saved: Plan, job: Job) -> Plan:
+    """Return the plan of a checkpoint where this job can run it, else `simplest`.
+
+    ``job.plan`` says where a run begins, on the seats it began with; these may be others.
+    """
+    return simplest(job) if plan_problems(saved, job) else saved
 
 
 def simplest(job: Job) -> Plan:

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 import torch
 
 from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.crossing import Crossing, Digests
 from nereus_adapters.torch.engine import Group, UnitShard, make_group
-from nereus_adapters.torch.exchange import Garbled, Locate, exchange
-from nereus_adapters.torch.values import Bucket, Region, SeatPart
+from nereus_adapters.torch.exchange import Locate, Spoils
+from nereus_adapters.torch.values import Offer, Region, SeatPart, Ways
 from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
 
@@ -38,12 +39,25 @@ class Transfer:
         self._fresh: dict[Key, torch.Tensor] = {}
         self._patches: dict[Key, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
         self._adopted: set[str] = set()
+        self._staged_bytes = 0
+        self._in_host: set[int] = set()
+        """Identities of staged tensors that wait in host memory."""
         self._done: set[str] = set()
         self._group: Group | None = None
-        self._wrong: list[Bucket] = []
+        self._crossing = Crossing(
+            part.rank, part.buckets, self._read, self._write, self._dtype, device, accountant
+        )
 
-    def prepare(self) -> None:
-        """Build the new shard's modules and the storage of what will arrive."""
+    def prepare(self) -> Offer:
+        """Build the new shard's modules and the storage of what will arrive.
+
+        Returns:
+            Where other seats find what they need of this one.
+        """
+        self._build()
+        return self._crossing.offer()
+
+    def _build(self) -> None:
         if self.part.spec is None:
             return
         self._new = self.part.spec.build(self._device)
@@ -54,40 +68,59 @@ class Transfer:
             for slot in self.part.slots:
                 dtype = self._new.dtype(slot)
                 if old is None or box.intersect(old.box(name)) is None:
-                    self._fresh[slot, name] = self._accountant.empty(box.shape, dtype, self._device)
+                    self._fresh[slot, name] = self._staged(box, dtype)
                 elif old.box(name) == box:
                     self._adopted.add(name)
                 else:
-                    self._patches[slot, name] = [
-                        (b, self._accountant.empty(b.shape, dtype, self._device))
-                        for b in fetched[name]
-                    ]
+                    self._patches[slot, name] = [(b, self._staged(b, dtype)) for b in fetched[name]]
 
-    def meet(self, store: torch.distributed.Store) -> None:
-        """Join the group of the seats that exchange state."""
-        meeting = self.part.meeting
-        if meeting.size > 1:
+    def _staged(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Make storage for what will arrive: on the device up to the limit, then in host memory."""
+        size, limit = box.num_elements * dtype.itemsize, self.part.staging_bytes
+        if limit is None or self._staged_bytes + size <= limit:
+            self._staged_bytes += size
+            return self._accountant.empty(box.shape, dtype, self._device)
+        tensor = torch.empty(box.shape, dtype=dtype)
+        self._in_host.add(id(tensor))
+        return tensor
+
+    def _drop_staged(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._in_host:
+            self._in_host.discard(id(tensor))
+        else:
+            self._accountant.drop(tensor.nbytes)
+
+    def meet(self, ways: Ways, store: torch.distributed.Store) -> None:
+        """Look whether neighbors can be read; join the group of those that exchange messages.
+
+        Raises:
+            Unreadable: a neighbor cannot be read; nothing has moved.
+            WaitTimeout: a member of the group did not come.
+        """
+        self.release()
+        self._crossing.check_ways(ways)
+        meeting = ways.meeting
+        if meeting is not None:
             self._group = make_group(
                 store, meeting.name, meeting.rank, meeting.size, self._device, meeting.timeout_s
             )
 
-    def transfer(self) -> None:
-        """Copy what lies on this seat in a unit that stays; exchange the rest with other seats."""
+    def transfer(self, ways: Ways, spoils: Spoils = lambda: False) -> Digests:
+        """Copy what lies on this seat in a unit that stays; get the rest from other seats.
+
+        Returns:
+            Digests of what others read here.
+        """
         with torch.no_grad():
             for name, box in self.part.kept:
                 for slot in self.part.slots:
                     if (slot, name) in self._fresh:
                         self._write(slot, name, box).copy_(self._read(slot, name, box))
-            if self._group is not None:
-                self._wrong = exchange(
-                    self._group, self.part.buckets, self._read, self._write, self._dtype,
-                    self._device,
-                )  # fmt: skip
+            return self._crossing.cross(ways, self._group, spoils)
 
-    def verify(self) -> None:
+    def verify(self, left: Digests) -> None:
         """Raise Garbled when something arrived changed."""
-        if self._wrong:
-            raise Garbled(self._wrong[0])
+        self._crossing.verify(left)
 
     def commit(self) -> UnitShard | None:
         """Give the new shard its storage, taking it from the old shards; these are empty then.
@@ -120,7 +153,13 @@ class Transfer:
         found: dict[Key, torch.Tensor] = {}
         for slot in self.part.slots:
             if (slot, name) in self._fresh:
-                found[slot, name] = self._fresh.pop((slot, name))
+                fresh = self._fresh.pop((slot, name))
+                if id(fresh) in self._in_host:
+                    staged = fresh
+                    fresh = self._accountant.empty(staged.shape, staged.dtype, self._device)
+                    fresh.copy_(staged)
+                    self._drop_staged(staged)
+                found[slot, name] = fresh
                 continue
             assert old is not None
             if name in self._adopted:
@@ -133,7 +172,7 @@ class Transfer:
             whole[common.within(box)] = old.tensor(slot, name)[common.within(old.box(name))]
             for patch, tensor in self._patches[slot, name]:
                 whole[patch.within(box)] = tensor
-                self._accountant.drop(tensor.nbytes)
+                self._drop_staged(tensor)
             del self._patches[slot, name]
             self._accountant.drop(old.tensor(slot, name).nbytes)
             self._blank(old, slot, name)
@@ -143,10 +182,10 @@ class Transfer:
     def abandon(self) -> None:
         """Drop what was staged; the units are as they were."""
         for tensor in self._fresh.values():
-            self._accountant.drop(tensor.nbytes)
+            self._drop_staged(tensor)
         for patches in self._patches.values():
             for _, tensor in patches:
-                self._accountant.drop(tensor.nbytes)
+                self._drop_staged(tensor)
         self._fresh.clear()
         self._patches.clear()
         self._new = None

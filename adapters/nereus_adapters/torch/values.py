@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nereus_adapters.torch.engine import OptimizerSpec, UnitShard
+from nereus_adapters.torch.reading import Spot, Window
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.state import Box, Slot
@@ -27,8 +28,8 @@ class SeatSettings:
     """Torch device: ``cpu`` or ``cuda:0`` ..."""
     threads: int
     """Of torch, inside the seat."""
-    store_host: str
-    store_port: int
+    store: str
+    """Address of the store on which seats find one another, see `store.open_store`."""
     connect_s: float
     """Longest wait for the store."""
 
@@ -81,7 +82,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The group in which seats exchange buckets; one member communicates nothing."""
+    """The group in which seats exchange buckets that cannot be read from memory."""
 
     name: str
     rank: int
@@ -90,11 +91,42 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Where others find what they need of a seat."""
+
+    window: Window | None
+    """None where its memory cannot be read by others: state on an accelerator."""
+    spots: Mapping[int, tuple[Spot, ...]]
+    """Rank of the target -> regions of all buckets to it, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Where a seat reads what it needs of another one."""
+
+    window: Window
+    spots: tuple[Spot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How the buckets of one seat cross."""
+
+    arrivals: Mapping[int, Arrival]
+    """Ranks of the seats that it reads from; from others it receives."""
+    readers: frozenset[int]
+    """Ranks of the seats that read here; to others it sends."""
+    meeting: Meeting | None
+    """Where seats send and receive; None when nobody needs to."""
+
+
+@dataclass(frozen=True, slots=True)
 class SeatPart:
     """What one seat does in the move of one primitive."""
 
     op: str
-    meeting: Meeting
+    rank: int
+    """Among the seats that exchange something; -1 when this one does not."""
     sources: tuple[UnitId, ...]
     """Units on this seat that state is read from."""
     ending: tuple[UnitId, ...]
@@ -111,14 +143,16 @@ class SeatPart:
     """Those this seat sends or receives, in the order that holds for all seats."""
     counters: Mapping[str, int | float]
     """Of the new shard."""
+    staging_bytes: int | None
+    """Most bytes that wait for commit on the seat's device, the rest in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPart:
     """What one seat does when units take weights from training units."""
 
-    crosses: bool
-    """Whether it exchanges anything with other seats."""
+    rank: int
+    """As in a `SeatPart`."""
     sources: tuple[UnitId, ...]
     target: UnitId | None
     kept: tuple[Region, ...]
@@ -131,3 +165,23 @@ class Memory:
 
     resident_bytes: int
     peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A shard as its seat knows it."""
+
+    layout: Layout
+    local_rank: int
+    step: int
+    """Optimizer steps done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a seat holds, for a driver that takes it over."""
+
+    units: Mapping[UnitId, Held]
+    parked: Mapping[UnitId, Held]
+    transfers: Mapping[str, bool]
+    """Those under way -> whether this seat has committed."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nereus_adapters.torch.fleet import Fleet
+from nereus_adapters.torch.reading import Unreadable
 from nereus_adapters.torch.routing import buckets, ranks
-from nereus_adapters.torch.values import Bucket, Meeting, SyncPart
+from nereus_adapters.torch.values import Bucket, SyncPart
+from nereus_adapters.torch.ways import turned, ways
 from nereus_core.cluster import Device
 from nereus_core.errors import UnitLost
 from nereus_core.state import Slot, placed, routes
@@ -24,7 +28,9 @@ class Lane:
 
     train: tuple[Unit, ...]
     followers: tuple[Unit, ...]
-    parts: dict[Device, SyncPart]
+    seats: tuple[Device, ...]
+    numbering: Mapping[Device, int]
+    """Ranks of the seats between which something crosses."""
     moved_bytes: int
 
 
@@ -72,12 +78,21 @@ class Weights:
         self._lanes.clear()
 
     def _send(self, source: ModelStage, follower: ModelStage, version: int) -> None:
-        lane = self._lane(source, follower)
-        calls = {
-            device: ("sync", {"lane": str(follower), "part": part, "version": version})
-            for device, part in lane.parts.items()
-        }
-        self._fleet.settle(self._fleet.pool.send(calls), self._fleet.timeout_s)
+        lane, name = self._lane(source, follower), str(follower)
+        left = self._ask("sync", {d: {"lane": name} for d in lane.seats})
+        expected = turned(left, lane.numbering)
+        self._ask(
+            "synced",
+            {
+                d: {"lane": name, "left": expected.get(d, {}), "version": version}
+                for d in lane.seats
+            },
+        )
+
+    def _ask(self, method: str, calls: Mapping[Device, Mapping[str, Any]]) -> dict[Device, Any]:
+        pending = self._fleet.pool.send({d: (method, kwargs) for d, kwargs in calls.items()})
+        answers = self._fleet.settle(pending, self._fleet.timeout_s)
+        return {call.device: a.value for call, a in zip(pending, answers, strict=True)}
 
     def _lane(self, source: ModelStage, follower: ModelStage) -> Lane:
         units = self._fleet.units
@@ -95,13 +110,6 @@ class Weights:
         found = routes(before, after)
         numbering = ranks(found)
         messages = buckets(found, {Slot.PARAM: self._param_bytes}, numbering, self._bucket_bytes)
-        generation = next(_generations)
-        meetings = {
-            device: Meeting(f"sync{generation}/{name}", rank, len(numbering), self._fleet.timeout_s)
-            for device, rank in numbering.items()
-        }
-        calls = {d: ("open_lane", {"name": name, "meeting": m}) for d, m in meetings.items()}
-        self._fleet.settle(self._fleet.pool.send(calls), self._fleet.timeout_s)
 
         def mine(device: Device) -> tuple[Bucket, ...]:
             rank = numbering.get(device)
@@ -110,13 +118,31 @@ class Weights:
         def part(device: Device) -> SyncPart:
             here = [r for r in found if r.is_local and r.target == device]
             return SyncPart(
-                crosses=device in numbering,
+                rank=numbering.get(device, -1),
                 sources=tuple(u.id for u in train if device in u.devices),
                 target=next((u.id for u in followers if device in u.devices), None),
                 kept=tuple((r.tensor, r.box) for r in here),
                 buckets=mine(device),
             )
 
-        taking_part = set(numbering) | {d for u in followers for d in u.devices}
+        seats = tuple(sorted(set(numbering) | {d for u in followers for d in u.devices}))
+        offers = self._ask("open_lane", {d: {"name": name, "part": part(d)} for d in seats})
+
+        def join() -> None:
+            chosen = ways(
+                offers,
+                numbering,
+                messages,
+                f"sync{next(_generations)}/{name}",
+                self._fleet.timeout_s,
+                may_read=self._fleet.may_read,
+            )
+            self._ask("join_lane", {d: {"name": name, "ways": way} for d, way in chosen.items()})
+
+        try:
+            join()
+        except Unreadable:
+            self._fleet.may_read = False
+            join()
         moved = sum(r.box.num_elements for r in found if not r.is_local) * self._param_bytes
-        return Lane(train, followers, {d: part(d) for d in sorted(taking_part)}, moved)
+        return Lane(train, followers, seats, numbering, moved)

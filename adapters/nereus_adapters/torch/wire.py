@@ -1,7 +1,6 @@
-"""What crosses the pipe between driver and seat: calls, replies, and errors as plain values.
+"""What crosses the link between driver and seat: calls, replies, and errors as plain values.
 
-Bytes are pickled by hand: `multiprocessing` would hand tensors over as shared memory, which ties
-their life to both processes. The pipe is inherited, so nothing here ever comes from a network.
+They are pickled; a link hands out only what somebody who knows the job's secret has sent.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import pickle
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
+from nereus_adapters.torch.link import Link
 from nereus_core.errors import NereusError
 
 # Exceptions whose class may be rebuilt on the driver; others arrive as SeatError.
@@ -75,14 +74,14 @@ class Reply:
     """Seconds the seat spent on it, waiting for other seats included."""
 
 
-def send_value(connection: Connection, value: object) -> None:
+def send_value(link: Link, value: object) -> None:
     """Write one value."""
-    connection.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    link.send(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def receive(connection: Connection) -> Any:
-    """Read one value; raises EOFError when the other end is gone."""
-    return pickle.loads(connection.recv_bytes())
+def receive(link: Link) -> Any:
+    """Read one value; raises EOFError when the other end is gone, Refused as `Link.receive`."""
+    return pickle.loads(link.receive())
 
 
 def _pickles(value: object) -> bool:

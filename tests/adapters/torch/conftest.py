@@ -101,7 +101,7 @@ def sha256(state):
     return found.hexdigest()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools():
     """Names that tests need from here: import-mode importlib has no conftest to import."""
 

@@ -1,6 +1,7 @@
 """A configuration becomes a job, or is refused with the key; `nereus run` drives it."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ pytest.importorskip("torch")
 from nereus_adapters.torch.config import BackendSection, sections
 from nereus_adapters.torch.harness import TINY_CONFIG
 from nereus_adapters.torch.launch import TorchLaunched
+from nereus_adapters.torch.pools import open_pool
 from nereus_adapters.torch.setup import cluster, planned, simplest
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
-from nereus_core.errors import ConfigError, ModelConfigError, PlanError, UnitLost
+from nereus_core.errors import BackendMissing, ConfigError, ModelConfigError, PlanError, UnitLost
 from nereus_core.layout import Layout
 from nereus_core.workload import ACTOR_TRAIN, REF_INFER
 
@@ -140,6 +142,15 @@ def test_seats_may_be_spread_over_names_of_nodes():
     spread = cluster(BackendSection(seats=4, nodes=2, memory_bytes=5))
     assert [str(d) for d in spread.devices] == ["node0:0", "node0:1", "node1:0", "node1:1"]
     assert spread.device_spec.memory_bytes == 5
+
+
+def test_the_ray_pool_without_ray_says_what_installs_it(monkeypatch):
+    for name in [n for n in sys.modules if n == "ray" or n.startswith("ray.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    backend = BackendSection(pool="ray")
+    with pytest.raises(BackendMissing, match=r"needs ray>=2.41.*nereus\[torch,ray\]"):
+        open_pool(backend, cluster(backend))
 
 
 def test_the_simplest_plan_uses_as_many_seats_as_divide_the_batch(harness):

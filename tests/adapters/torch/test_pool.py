@@ -1,20 +1,21 @@
 """Seats: they start, answer in order, fail by name, and end with their driver."""
 
 import os
+import select
 import signal
-import socket
+import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from nereus_adapters.torch.channel import Channel
+from nereus_adapters.torch.folder import PoolFolder
 from nereus_adapters.torch.pool import LocalPool
 from nereus_adapters.torch.wire import Failure, SeatError
 from nereus_core.cluster import Device
-from nereus_core.errors import ConfigError, LayoutError, NereusError, SeatDead, WaitTimeout
+from nereus_core.errors import LayoutError, NereusError, SeatDead, WaitTimeout
 from nereus_core.layout import Layout
 
 pytestmark = pytest.mark.real
@@ -28,26 +29,22 @@ def seats(pool):
     return pool
 
 
-def test_a_port_in_use_is_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"backend.port: {port} on 127.0.0.1 .*in use"):
-            LocalPool("cpu", port=port)
+def test_everything_seats_are_reached_by_is_private(seats):
+    folder = seats.folder.path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
+    assert {p.name for p in folder.glob("*.sock")} >= {"node0:0.sock", "node0:1.sock"}
+    assert seats.folder.secret != LocalPool("cpu").folder.secret
 
 
-def test_the_store_listens_on_the_loopback_interface_only(seats):
-    sockets = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]
-    ]
-    listening = [
-        local for _, local, _, state, *_ in sockets
-        if state == "0A" and local.endswith(f":{seats.port:04X}")
-    ]  # fmt: skip
-    assert listening == [f"0100007F:{seats.port:04X}"]
+def test_a_folder_that_others_may_read_is_refused(tmp_path):
+    folder = PoolFolder.made()
+    folder.path.chmod(0o755)
+    with pytest.raises(NereusError, match="mode 755; expected our own with mode 700"):
+        LocalPool.attach(folder.path, "cpu")
+    folder.remove()
+    with pytest.raises(NereusError, match="holds no seats"):
+        LocalPool.attach(folder.path, "cpu")
 
 
 def test_answers_come_back_with_their_seconds(seats):
@@ -97,43 +94,63 @@ def test_a_seat_of_no_device_is_dead(seats):
 
 DRIVER = """
 import sys, time
+from nereus_adapters.torch.folder import PoolFolder
 from nereus_adapters.torch.pool import LocalPool
 from nereus_core.cluster import Device
-pool = LocalPool("cpu")
+pool = LocalPool("cpu", grace_s=0.5)
 pool.start([Device("node0", 0)])
-print(pool.pid(Device("node0", 0)), flush=True)
+print(pool.pid(Device("node0", 0)), pool.folder.path, flush=True)
 sys.stdin.read()
 """
 
 
-def test_seats_end_with_their_driver():
-    """Also when the driver is killed and can say nothing."""
+def killed_driver(grace_s):
+    """Start a driver with one seat, kill it, and return the seat's pid and its pool's folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER.replace("0.5", str(grace_s))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
-    )
-    with driver:
+    ) as driver:
         assert driver.stdout is not None
-        seat = os.pidfd_open(int(driver.stdout.readline()))
-        try:
-            driver.send_signal(signal.SIGKILL)
-            ended = threading.Event()
+        pid, folder = driver.stdout.readline().decode().split()
+        driver.send_signal(signal.SIGKILL)
+    return int(pid), Path(folder)
 
-            def watch():
-                import select
 
-                if select.select([seat], [], [], 30)[0]:
-                    ended.set()
+def ended(pid):
+    """Whether a process ends soon."""
+    try:
+        seat = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([seat], [], [], 30)[0])
+    finally:
+        os.close(seat)
 
-            watcher = threading.Thread(target=watch)
-            watcher.start()
-            watcher.join()
-            assert ended.is_set()
-        finally:
-            os.close(seat)
+
+def test_seats_end_by_themselves_when_no_driver_comes():
+    """Also when theirs is killed and can say nothing; and nothing is left of them."""
+    pid, folder = killed_driver(0.5)
+    assert ended(pid)
+    assert not folder.exists()
+
+
+def test_a_driver_takes_over_the_seats_of_one_that_was_killed():
+    pid, folder = killed_driver(60)
+    pool = LocalPool.attach(folder, "cpu")
+    assert pool.alive == {FIRST}
+    assert pool.pid(FIRST) == pid
+    assert pool.call(FIRST, "hello").wait(60).value == pid
+    pool.start([FIRST, SECOND])
+    assert pool.pid(FIRST) == pid
+    pool.kill(FIRST)
+    assert pool.alive == {SECOND}
+    pool.close()
+    assert ended(pid)
+    assert not folder.exists()
 
 
 def test_a_channel_that_is_closed_leaves_no_process(seats):

@@ -1,7 +1,7 @@
 """What runs inside a seat: a real decoder under tensor, pipeline and data parallelism."""
 
 from nereus_adapters.torch.engine.checkpoint import export_model
-from nereus_adapters.torch.engine.digest import combine
+from nereus_adapters.torch.engine.digest import combine, digest_box
 from nereus_adapters.torch.engine.groups import (
     Group,
     PeerLost,
@@ -30,6 +30,7 @@ __all__ = [
     "UnitGroups",
     "UnitShard",
     "combine",
+    "digest_box",
     "export_model",
     "make_group",
     "make_unit_groups",

@@ -1,0 +1,136 @@
+"""Crossing: one seat's side when buckets cross: read out of a neighbor's memory, or sent.
+
+Both ways give the same: every region in its place, and for every bucket a digest of what left and
+one of what arrived, which must be equal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import xxhash
+
+from nereus_adapters.torch.accountant import Accountant
+from nereus_adapters.torch.engine import Group
+from nereus_adapters.torch.exchange import Garbled, Locate, Spoils, exchange, flip
+from nereus_adapters.torch.reading import Spot, digest, fetch, own_window, spot
+from nereus_adapters.torch.values import Bucket, Offer, Ways
+from nereus_core.state import Slot
+
+Digests = Mapping[int, tuple[int, ...]]
+"""Rank of the other seat -> digests of the buckets between the two, in their order."""
+
+
+class Crossing:
+    """What one seat sends and receives, in the order that holds for all seats.
+
+    Args:
+        rank: of this seat.
+        buckets: those it is source or target of.
+        read: finds a region that leaves.
+        write: finds the place of a region that arrives.
+        dtypes: of what arrives.
+        device: where state lies; only a CPU's memory can be read by others.
+        accountant: told of message buffers.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        buckets: Sequence[Bucket],
+        read: Locate,
+        write: Locate,
+        dtypes: Callable[[Slot], torch.dtype],
+        device: torch.device,
+        accountant: Accountant,
+    ) -> None:
+        self._rank, self._buckets = rank, buckets
+        self._read, self._write, self._dtypes = read, write, dtypes
+        self._device, self._accountant = device, accountant
+        self._arrived: dict[int, list[int]] = {}
+        self._wrong: list[Bucket] = []
+
+    def offer(self) -> Offer:
+        """Say where others find what they need of this seat."""
+        window = own_window() if self._device.type == "cpu" else None
+        spots: dict[int, list[Spot]] = defaultdict(list)
+        if window is not None:
+            for bucket in self._leaving():
+                spots[bucket.target] += [
+                    spot(self._read(bucket.slot, name, box)) for name, box in bucket.regions
+                ]
+        return Offer(window, {target: tuple(found) for target, found in spots.items()})
+
+    def check_ways(self, ways: Ways) -> None:
+        """Raise Unreadable when a neighbor's memory cannot be read."""
+        for arrival in ways.arrivals.values():
+            arrival.window.check()
+
+    def cross(self, ways: Ways, group: Group | None, spoils: Spoils = lambda: False) -> Digests:
+        """Move every bucket; return the digests of those that others read here.
+
+        Args:
+            ways: how.
+            group: for what is not read.
+            spoils: whether the bucket that has just arrived is to be changed, for tests.
+
+        Raises:
+            PeerLost, WaitTimeout: another seat is gone or late.
+        """
+        left: dict[int, list[int]] = defaultdict(list)
+        self._arrived, self._wrong = defaultdict(list), []
+        spots = {source: iter(a.spots) for source, a in ways.arrivals.items()}
+        sent: list[Bucket] = []
+        for bucket in self._buckets:
+            if bucket.source in ways.arrivals:
+                found = xxhash.xxh3_64()
+                window = ways.arrivals[bucket.source].window
+                for (name, box), where in zip(
+                    bucket.regions, spots[bucket.source], strict=False
+                ):  # the spots of later buckets stay
+                    fetch(window, where, self._write(bucket.slot, name, box), found)
+                if spoils():
+                    found = self._spoiled(bucket)
+                self._arrived[bucket.source].append(found.intdigest())
+            elif bucket.target in ways.readers:
+                found = xxhash.xxh3_64()
+                for name, box in bucket.regions:
+                    digest(self._read(bucket.slot, name, box), found)
+                left[bucket.target].append(found.intdigest())
+            else:
+                sent.append(bucket)
+        if group is not None:
+            self._wrong = exchange(
+                group, sent, self._read, self._write, self._dtypes, self._device, self._accountant,
+                spoils,
+            )  # fmt: skip
+        return {target: tuple(found) for target, found in left.items()}
+
+    def _spoiled(self, bucket: Bucket) -> xxhash.xxh3_64:
+        """Change a bucket where it has arrived, and digest what is there then."""
+        found = xxhash.xxh3_64()
+        views = [self._write(bucket.slot, name, box) for name, box in bucket.regions]
+        flip(views[0])
+        for view in views:
+            digest(view, found)
+        return found
+
+    def verify(self, left: Digests) -> None:
+        """Compare what arrived with what left, as the seats it left from say.
+
+        Raises:
+            Garbled: a bucket arrived changed, or a seat does not say what it sent.
+        """
+        for source, arrived in self._arrived.items():
+            came = [b for b in self._buckets if b.source == source]
+            said: Iterable[int | None] = left.get(source) or [None] * len(came)
+            for bucket, mine, theirs in zip(came, arrived, said, strict=True):
+                if mine != theirs:
+                    raise Garbled(bucket)
+        if self._wrong:
+            raise Garbled(self._wrong[0])
+
+    def _leaving(self) -> Iterable[Bucket]:
+        return (b for b in self._buckets if b.source == self._rank)

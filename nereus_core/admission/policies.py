@@ -1,0 +1,177 @@
+"""Policies: rules of admission as plain values, so that they can be compared on the same trace.
+
+What they share: the planner, the transition compiler, the triggers, and the urgent path, on which a
+plan that cannot go on is left whatever that costs. They differ in which plans they consider
+(`Policy.layouts`) and in what an opportunistic transition has to show (`Policy.rule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from nereus_core.config import Admission, PolicyConfig
+from nereus_core.cost import Interval
+from nereus_core.forecast import Crossing
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An opportunistic transition to judge: what it saves, what it costs, what came before."""
+
+    current_s: Interval
+    """Seconds of a step as it is."""
+    candidate_s: Interval
+    saving_s: Interval
+    """Per step; shared uncertainty cancels in it."""
+    transition_s: Interval
+    crossing: Crossing
+    steps_since_transition: int | None
+    """None when there was none yet."""
+    transitions: int
+    """So far."""
+    elapsed_s: float
+    """The job's age."""
+
+    @property
+    def relative_saving(self) -> float:
+        """Expected saving as a part of a step."""
+        return self.saving_s.mean_s / self.current_s.mean_s
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a rule says."""
+
+    admitted: bool
+    rule: str
+    """The rule that fired, in words with values."""
+
+
+Rule = Callable[[Offer, PolicyConfig], Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How opportunistic transitions are found and judged."""
+
+    name: Admission
+    layouts: Literal["free", "kept"]
+    """``kept``: only the number of units may change, layouts and colocation stay."""
+    rule: Rule | None
+    """None: no opportunistic transition is looked for."""
+    source: str
+    """Whose rule it is."""
+
+
+def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
+    """The saving repays the transition before the trigger is expected to cross again.
+
+    First hysteresis: a cooldown after each transition, and a least relative saving. Then the lower
+    bound of the saving, over the expected steps, against the upper bound of the cost: what passes
+    repays even if both are as bad as they may be.
+
+    What does not may still be worth a trial, since a transition can be taken back and the plan is
+    judged again once it has been seen running (`nereus_core.knowledge`). The expected saving then
+    has to be worth the stake: the upper bound of the cost and, where the saving may be a loss, the
+    way back and the loss at the lower bound until it is judged.
+    """
+    since = offer.steps_since_transition
+    if since is not None and since < policy.cooldown_steps:
+        return Verdict(
+            False,
+            f"cooldown: {since} steps since the last transition, fewer than "
+            f"{policy.cooldown_steps}",
+        )
+    if offer.relative_saving < policy.min_saving:
+        return Verdict(
+            False,
+            f"hysteresis: the saving is {offer.relative_saving:.1%} of a step, "
+            f"less than the least worth a change, {policy.min_saving:.1%}",
+        )
+    steps, cost_s, low_s = offer.crossing.steps, offer.transition_s.high_s, offer.saving_s.low_s
+    repaid = low_s * steps >= cost_s
+    rule = (
+        f"payback: at least {low_s:.3g} s per step x {steps:.3g} steps "
+        f"({_DUE[offer.crossing.signal]}) = {low_s * steps:.3g} s, "
+        f"{'repays' if repaid else 'does not repay'} a transition of up to {cost_s:.3g} s"
+    )
+    if repaid:
+        return Verdict(True, rule)
+    trial = max(1, policy.cooldown_steps)
+    gain_s, stake_s = offer.saving_s.mean_s * steps, cost_s
+    if low_s < 0:
+        gain_s = offer.saving_s.mean_s * max(0.0, steps - trial)
+        stake_s = 2 * cost_s - trial * low_s
+    worth = gain_s > 0 and gain_s >= stake_s
+    return Verdict(
+        worth,
+        f"{rule}; trial: {gain_s:.3g} s expected are {'worth' if worth else 'not worth'} a stake "
+        f"of {stake_s:.3g} s{', there and back' if low_s < 0 else ''}",
+    )
+
+
+_DUE = {
+    "tokens": "then response lengths are expected to have moved",
+    "devices": "then devices are expected to leave",
+    "end": "then the job ends",
+    "none": "the cap: nothing is in sight",
+}
+
+
+def any_saving(offer: Offer, policy: PolicyConfig) -> Verdict:
+    """Any expected saving is enough; the cost of the transition is not asked."""
+    saves = offer.saving_s.mean_s > 0
+    return Verdict(saves, f"saving > 0: {offer.saving_s.mean_s:.3g} s per step expected")
+
+
+def history_discount(offer: Offer, policy: PolicyConfig) -> Verdict:
+    """The new throughput, discounted by the job's history of transitions, exceeds the old one.
+
+    The discount is ``(T - n S) / (T + S)``: of a job T old that has spent n transitions of S, the
+    part of time left for work if it goes on like this. It is waived while T < S, when a job is so
+    young that it has no history to speak of.
+    """
+    age_s, each_s = offer.elapsed_s, offer.transition_s.mean_s
+    young = age_s < each_s
+    discount = 1.0 if young else max(0.0, (age_s - offer.transitions * each_s) / (age_s + each_s))
+    gain = offer.current_s.mean_s / offer.candidate_s.mean_s
+    admitted = gain * discount > 1
+    return Verdict(
+        admitted,
+        f"history discount: throughput x {gain:.3f}, discounted by {discount:.3f} "
+        f"({'waived, the job is young' if young else f'{offer.transitions} transitions so far'}), "
+        f"{'exceeds' if admitted else 'does not exceed'} what runs",
+    )
+
+
+POLICIES: Mapping[Admission, Policy] = {
+    p.name: p
+    for p in (
+        Policy(
+            "payback", "free", payback,
+            "ours: a saving repays its transition before the trigger is expected to cross again",
+        ),
+        Policy(
+            "history-discount", "free", history_discount,
+            "Sia (Subramanya et al., SOSP 2023) and Pollux (Qiao et al., OSDI 2021): restart "
+            "factor on every allocation other than the present one",
+        ),
+        Policy(
+            "saving>0", "free", any_saving,
+            "DynaRL-style admission, as the Nereus paper describes its baseline: a lower predicted "
+            "step latency is enough",
+        ),
+        Policy(
+            "dp-scaling-only", "kept", any_saving,
+            "elastic data parallelism (TorchElastic; Varuna, Athlur et al., EuroSys 2022): the "
+            "start-up layout stays, replicas follow the devices",
+        ),
+        Policy(
+            "never", "kept", None,
+            "a fixed start-up configuration: replicas are dropped when their devices leave, and "
+            "nothing else changes",
+        ),
+    )
+}  # fmt: skip

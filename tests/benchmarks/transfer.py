@@ -1,0 +1,368 @@
+"""What a change of a running job costs, against every other way to bring its state across.
+
+A GRPO job whose model has the shapes of SmolLM2-135M (random weights of the same number of bytes,
+with real Adam moments after one step: 1.6 GB a replica in float32) runs on CPU seats. Its training
+stage grows from 1 to 2 to 4 units and is laid out anew; a smaller model grows from 4 to 8. For each
+transition: seconds from the request to the linked job, bytes moved and their lower bound, and the
+peak of memory. In the same run, on processes like the seats and the same tensors: the copy
+bandwidth of the machine, and the peers of `paths/`, one file each, which say what they reproduce.
+
+Bars (TARGETS T7, T8): a restart from a checkpoint takes >= 50 times, torch Distributed Checkpoint
+through disk >= 10 times as long as the transition; every named peer is beaten; bytes moved equal
+the lower bound; peak memory of state < 2x; the cost of an added replica is flat within 1.5x; and
+state crosses at >= 70% of the copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import mmap
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paths.crew import Scenario, crew
+
+from nereus_adapters.torch.adapter import TorchAdapter
+from nereus_adapters.torch.job import TorchJob
+from nereus_adapters.torch.setup import planned, start
+from nereus_core.config import NereusConfig
+from nereus_core.events import EventLog
+from nereus_core.layout import Layout
+from nereus_core.model import ModelSpec
+from nereus_core.plan import Plan
+from nereus_core.traffic import primitive_bytes
+from nereus_core.transition import compile_transition, execute
+from nereus_core.workload import ACTOR_TRAIN
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+"""config.json of HuggingFaceTB/SmolLM2-135M."""
+# Its depth and vocabulary cut, so that eight replicas fit beside each other: 0.3 GB each.
+SMALL = SMOLLM2 | {"num_hidden_layers": 4, "vocab_size": 16384}
+QUICK = SMOLLM2 | {"num_hidden_layers": 4, "vocab_size": 4096}
+PEERS = ("gather_scatter", "oobleck", "gemini", "tenplex", "ucp", "dcp")
+ONE, TWO = (Layout(1, 1), 0), ((Layout(1, 2), 0), (Layout(1, 2), 1))
+EXTEND = Scenario("1->2", (ONE, None), (ONE, ONE))
+RELAYOUT = Scenario("pp2->dp2", TWO, (ONE, ONE))
+REPEATS = 3
+"""Of everything but the restart. The quickest is reported: what disturbs a measurement on a shared
+machine only ever adds to it. All figures are listed beside it."""
+
+
+def config(run_dir: Path, model: dict[str, Any], seats: int, plan: str) -> NereusConfig:
+    """Describe a job; generation and reference stay on the first seat."""
+    job = {
+        "model": model,
+        "prompts_per_step": 8,
+        "responses_per_prompt": 1,
+        "max_prompt_tokens": 8,
+        "max_response_tokens": 2,
+        "plan": {"actor/train": plan},
+        "task_args": {"response_tokens": 2},
+    }
+    return NereusConfig.of({"run_dir": run_dir, "job": job, "backend": {"seats": seats}})
+
+
+@contextlib.contextmanager
+def job(model: dict[str, Any], seats: int, plan: str) -> Iterator[TorchJob]:
+    """Run a job whose moments are not zero any more."""
+    with tempfile.TemporaryDirectory(prefix="nereus-bench-") as folder:
+        running = start(config(Path(folder), model, seats, plan))
+        try:
+            running.step()
+            yield running
+        finally:
+            running.close()
+
+
+class Bench:
+    """Moves one job from plan to plan."""
+
+    def __init__(self, running: TorchJob) -> None:
+        self.running, self.adapter = running, TorchAdapter(running)
+        self._number = 0
+
+    def target(self, train: str) -> Plan:
+        """Keep every stage but training where it is."""
+        plan = planned(self.running.job, {"actor/train": train})
+        others = dict(Plan.of_units(self.running.units).items())
+        return Plan({**others, ACTOR_TRAIN: plan[ACTOR_TRAIN]})
+
+    def change(self, train: str) -> dict[str, Any]:
+        """Move to a plan as the controller does; return what it cost."""
+        running, target = self.running, self.target(train)
+        before = running.units
+        self._number += 1
+        say(f"to {train}")
+        pids = [running.fleet.pool.pid(d) for d in sorted(running.fleet.pool.alive)]
+        held = {pid: _memory(pid, "VmRSS") for pid in pids}
+        for pid in pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+        begin_s, begin_cpu_s = time.perf_counter(), _cpu_s(pids) + time.process_time()
+        graph = compile_transition(before, target, running.job, prefix=f"b{self._number}")
+        with (
+            self.adapter.boundary(graph.stages, timeout_s=60),
+            EventLog(None, time.monotonic) as log,
+        ):
+            outcome = execute(graph, self.adapter, log=log, timeout_s=120)
+            self.adapter.relink(target)
+        seconds = time.perf_counter() - begin_s
+        cpu_s = _cpu_s(pids) + time.process_time() - begin_cpu_s
+        units, bound, kept = before, 0, 0
+        for op in graph.topological():
+            receipt = outcome.receipts[op.op_id]
+            found = primitive_bytes(op, units, running.job)
+            bound, kept = bound + found[0], kept + found[1]
+            units = units.replace(receipt.ended, receipt.created)
+        return {
+            "seconds": seconds,
+            "cpu_s": round(cpu_s, 3),
+            "moved_bytes": outcome.moved_bytes,
+            "lower_bound_bytes": bound,
+            "kept_bytes": kept,
+            "peak_bytes": sum(_memory(pid, "VmHWM") - held[pid] for pid in pids),
+            "primitives": len(graph.ops),
+        }
+
+    def repeated(self, there: str, back: str, times: int = REPEATS) -> dict[str, Any]:
+        """Do a transition several times; return the quickest, and the seconds of all."""
+        found = []
+        for _ in range(times):
+            found.append(self.change(there))
+            if len(found) < times:
+                self.change(back)
+        return min(found, key=_seconds) | {"all_seconds": [round(f["seconds"], 4) for f in found]}
+
+
+def say(what: str) -> None:
+    """Tell on stderr what runs."""
+    print(f"{time.strftime('%H:%M:%S')} {what} ...", file=sys.stderr, flush=True)
+
+
+def _seconds(found: dict[str, Any]) -> float:
+    return float(found["seconds"])
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """Processor seconds of some processes so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text(encoding="ascii") for pid in pids]
+    ticks = sum(int(t) for stat in stats for t in stat.rsplit(")", 1)[1].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(pid: int, what: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(what + ":"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"process {pid} has no {what}")
+
+
+def emu(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Transitions of the running job: growth to four units, a new layout, the way over groups."""
+    found: dict[str, dict[str, Any]] = {}
+    with job(model, 4, "tp1pp1dp1") as running:
+        bench = Bench(running)
+        found["1->2"] = bench.repeated("tp1pp1dp2", "tp1pp1dp1")
+        found["2->4"] = bench.repeated("tp1pp1dp4", "tp1pp1dp2")
+        bench.change("tp1pp2dp1")
+        found["pp2->dp2"] = bench.repeated("tp1pp1dp2", "tp1pp2dp1")
+        bench.change("tp1pp1dp1")
+        running.fleet.may_read = False
+        found["1->2 over groups"] = bench.repeated("tp1pp1dp2", "tp1pp1dp1", 1)
+        running.step()
+    return found
+
+
+def grow(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Let a job grow from one unit to eight."""
+    with job(model, 8, "tp1pp1dp1") as running:
+        bench = Bench(running)
+        return {
+            f"{n}->{2 * n}": bench.repeated(f"tp1pp1dp{2 * n}", f"tp1pp1dp{n}") for n in (1, 2, 4)
+        }
+
+
+def touch(num_bytes: int) -> None:
+    """Use as much memory as the run will, once.
+
+    A virtual machine gets pages from its host when it first touches them, at a tenth of the speed
+    or less (0.2-0.4 GB/s measured here); that is not what is to be measured.
+    """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(_fill, (num_bytes,))
+
+
+def _fill(num_bytes: int) -> None:
+    pieces = [bytearray(64 * 2**20) for _ in range(num_bytes // (64 * 2**20))]
+    for piece in pieces:
+        piece[:: mmap.PAGESIZE] = b"x" * len(piece[:: mmap.PAGESIZE])
+
+
+def restart(model: dict[str, Any]) -> dict[str, Any]:
+    """End the job and start it again with one more unit, through a checkpoint on disk.
+
+    The job's own way (`TorchJob.save`, then a start with ``checkpoint.resume``): processes,
+    imports, modules and state anew. The files are in the page cache when they are read, which a
+    restart on other machines would not find.
+    """
+    say("restart")
+    with tempfile.TemporaryDirectory(prefix="nereus-bench-") as folder:
+        where = Path(folder)
+        running = start(config(where, model, 2, "tp1pp1dp1"))
+        try:
+            running.step()
+            plan = planned(running.job, {"actor/train": "tp1pp1dp2"})
+            begin_s = time.perf_counter()
+            running.save(where / "saved")
+            saved_s = time.perf_counter() - begin_s
+        finally:
+            running.close()
+        grown = config(where, model, 2, "tp1pp1dp2")
+        resumed = grown.model_copy(
+            update={"checkpoint": grown.checkpoint.model_copy(update={"resume": where / "saved"})}
+        )
+        running = start(resumed, plan)
+        seconds = time.perf_counter() - begin_s
+        running.close()
+    return {"seconds": seconds, "saved_s": saved_s}
+
+
+def against(
+    spec: ModelSpec, scenario: Scenario, ours_s: float
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Run the peers' paths on a transition.
+
+    Returns:
+        Each path with its ratio to ours; and the copy bandwidth, GB/s of all ranks that lack
+        something in sum.
+    """
+    say(f"copies and peers on {scenario.name}")
+    bound = scenario.lower_bound(spec)
+    with crew(spec, scenario) as processes:
+        copies = [processes.run("copying").marks for _ in range(REPEATS)]
+        runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
+    ceiling = {name: bound / 1e9 / min(marks[name] for marks in copies) for name in ("new", "warm")}
+    found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
+    return {
+        name: {
+            "seconds": round(report.seconds, 3),
+            "times_ours": round(report.seconds / ours_s, 1),
+            "moved_bytes": report.moved_bytes,
+            "lower_bound_bytes": bound,
+            "cpu_s": round(report.cpu_s, 3),
+            "peak_bytes": report.peak_bytes,
+            "parts_s": report.marks,
+            "all_seconds": [round(made.seconds, 3) for made in runs[name]],
+        }
+        for name, report in found.items()
+    }, ceiling
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Run everything, in one run."""
+    model = QUICK if quick else SMOLLM2
+    spec = ModelSpec.from_hf_config(model, name="actor")
+    small = ModelSpec.from_hf_config(SMALL, name="actor")
+    touch(6 * 12 * max(spec.num_params, small.num_params))
+    growing = emu(model)
+    grown = {} if quick else grow(SMALL)
+    restarted = restart(model)
+    rivals, ceilings = {}, {}
+    for scenario in (EXTEND, RELAYOUT):
+        name = scenario.name
+        rivals[name], ceilings[name] = against(spec, scenario, growing[name]["seconds"])
+    for name, found in {**growing, **{f"small {n}": f for n, f in grown.items()}}.items():
+        alone = name.removeprefix("small ").startswith("1->2")
+        # One process that copies, or two: as many as there are cores here.
+        _share(found, ceilings[EXTEND.name if alone else RELAYOUT.name])
+    steps = grown or {n: growing[n] for n in ("1->2", "2->4")}
+    each = {n: f["seconds"] / int(n.split("->")[0]) for n, f in steps.items()}
+    ours, peers = growing["1->2"], rivals["1->2"]
+    return {
+        "model": "random weights in the shapes of SmolLM2-135M"
+        + (", cut to 4 layers and 4,096 tokens" if quick else ""),
+        "replica_bytes": 12 * spec.num_params,
+        "small_replica_bytes": 12 * small.num_params,
+        "bars": {
+            "restart_over_transition": round(restarted["seconds"] / ours["seconds"], 1),
+            "dcp_over_transition": peers["dcp"]["times_ours"],
+            "least_peer_over_transition": min(
+                found["times_ours"] for paths in rivals.values() for found in paths.values()
+            ),
+            "moved_over_lower_bound": _quotient(growing, grown),
+            "share_of_copy_bandwidth": ours["share_of_copy_into_new_memory"],
+            "seconds_per_added_replica": {n: round(s, 4) for n, s in each.items()},
+            "flatness": round(max(each.values()) / min(each.values()), 2),
+        },
+        "copy_gb_per_s": {name: _rounded(found) for name, found in ceilings.items()},
+        "transitions": growing,
+        "transitions_small": grown,
+        "restart": _rounded(restarted),
+        "peers": rivals,
+    }
+
+
+def _share(found: dict[str, Any], ceiling: dict[str, float]) -> None:
+    """Add the rate of a transition, and which part of the copy bandwidth that is."""
+    rate = found["moved_bytes"] / found["seconds"] / 1e9
+    found["seconds"] = round(found["seconds"], 4)
+    found["gb_per_s"] = round(rate, 2)
+    found["share_of_copy_into_new_memory"] = round(rate / ceiling["new"], 2)
+    found["share_of_copy_into_warm_memory"] = round(rate / ceiling["warm"], 2)
+    found["peak_over_moved"] = round(found["peak_bytes"] / max(1, found["moved_bytes"]), 2)
+
+
+def _quotient(*groups: dict[str, dict[str, Any]]) -> float:
+    found = [f for group in groups for f in group.values()]
+    moved = sum(f["moved_bytes"] for f in found)
+    return round(moved / sum(f["lower_bound_bytes"] for f in found), 6)
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def show(value: Any, indent: int = 0) -> None:
+    """Print nested results, one leaf a line."""
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            print(" " * indent + str(name))
+            show(inner, indent + 2)
+        else:
+            print(" " * indent + f"{name:<{44 - indent}} {inner}")
+
+
+def main() -> None:
+    """Print the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a model of 15 million parameters")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args()
+    result = measure(chosen.quick)
+    if chosen.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(result)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
