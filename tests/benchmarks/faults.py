@@ -73,8 +73,10 @@ def run(tier: str, seeds: range, console: Console) -> tuple[list[Verdict], list[
                 log.info("%s: %s in %.1f s", trial, verdict.outcome, verdict.elapsed_s)
             except TrialFailed as failed:
                 problems.append(str(failed))
+                log.warning("%s", failed)
             except NereusError as error:
                 problems.append(f"{trial}: {type(error).__name__}: {error}")
+                log.warning("%s", problems[-1])
     return verdicts, problems
 
 
