@@ -103,7 +103,9 @@ def _factor(rows: Rows, deviation: FloatArray) -> FloatArray:
     """Half-width of the 90% interval as a factor: split conformal over cross-validated misses.
 
     A miss counts in units of the model's own deviation, floored so that no row is promised to the
-    last digit because its neighbors agree. Source: Papadopoulos et al. (2002); Barber et al. (2021), CV+.
+    last digit because its neighbors agree.
+
+    Source: Papadopoulos et al. (2002); Barber et al. (2021), CV+.
     """
     order = np.random.default_rng(SEED + 1).permutation(len(rows))
     misses, deviations = np.zeros(len(rows)), np.zeros(len(rows))
