@@ -413,7 +413,9 @@ def harness_of(adapter: str, tier: str) -> Harness:
     """Ask an installed adapter for its harness; raises NereusError where it has none."""
     registry = Registry.load()
     registry.add_hookspecs(hookspecs)
-    found: Harness | None = registry.ask(adapter, "nereus_conformance_harness", tier=tier)
+    found: Harness | None = registry.ask(
+        adapter, "nereus_conformance_harness", tier=tier, options={}
+    )
     if found is None:
         raise NereusError(f"adapter {adapter!r} has no harness for tier {tier!r}.")
     return found
