@@ -147,7 +147,7 @@ def asked_for(
         candidate_s=None,
         saving_s=None,
         transition_s=None,
-        horizon_steps=None,
+        crossing=None,
         decision_s=0.0,
     )
     return Decided(decision, graph, known.cost.on(now.job))
