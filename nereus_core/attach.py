@@ -9,6 +9,10 @@ from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
 from nereus_core.events import EventLog
 from nereus_core.registry import Registry
+from nereus_core.transition import Journal
+
+JOURNAL = "journal.log"
+"""The journal of a run, in its folder."""
 
 
 @contextmanager
@@ -29,7 +33,10 @@ def attached(
     """
     if not config.enabled:
         config = config.model_copy(update={"mode": "observe"})
-    with closing(registry.create(config.adapter, handle, config)) as adapter:
+    with (
+        closing(registry.create(config.adapter, handle, config)) as adapter,
+        closing(Journal(config.run_dir / JOURNAL)) as journal,
+    ):
         found, job = registry.installed(config.adapter), adapter.job()
         trained = job.models[job.workload.stages[0].model]
         controller = Controller(
@@ -42,8 +49,10 @@ def attached(
             capabilities=found.declaration.capabilities,
             backend_version=found.status.installed,
             measured=registry.efficiency_priors(job.cluster.device_spec.name, trained),
+            journal=journal,
         )
         try:
+            controller.recover()
             yield controller
         except KeyboardInterrupt:
             controller.finished("interrupted")

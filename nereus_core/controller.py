@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
-from nereus_core.acting import carry_out
+from nereus_core.acting import carry_out, finish
 from nereus_core.adapter import Adapter, Receipt
 from nereus_core.admission import Decision
 from nereus_core.capabilities import Capabilities, Feature
@@ -15,9 +16,9 @@ from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.cost import CostModel
 from nereus_core.cost.op_classes import OpClass
-from nereus_core.deciding import Decided, decide
+from nereus_core.deciding import Decided, asked_for, decide
 from nereus_core.errors import BoundaryTimeout, NereusError, TransitionFailed, UnitLost
-from nereus_core.events import EventLog, RunFinished, RunStarted, TransitionFinished
+from nereus_core.events import EventLog, Recovered, RunFinished, RunStarted, TransitionFinished
 from nereus_core.knowledge import Knowledge
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
@@ -26,10 +27,9 @@ from nereus_core.primitives import Primitive
 from nereus_core.records import devices_changed, input_ignored, step_observed, supply
 from nereus_core.sane import check_job, sane
 from nereus_core.situation import Situation
-from nereus_core.transition import TransitionGraph, compile_transition
+from nereus_core.transition import Conditions, Journal, TransitionGraph, compile_transition
 from nereus_core.triggers import Signals, Trigger, Wake
 from nereus_core.units import Unit, UnitMap
-from nereus_core.workload import ModelStage
 
 Notify = Callable[..., None]
 """``notify(hook_name, **kwargs)``: tells plugins; never raises."""
@@ -58,6 +58,7 @@ class Controller:
         capabilities: Capabilities | None = None,
         backend_version: str | None = None,
         measured: Mapping[OpClass, float] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """Attach to a running job.
 
@@ -71,6 +72,8 @@ class Controller:
             capabilities: What the adapter declares; everything when None.
             backend_version: Of the adapter's framework, for capabilities that depend on it.
             measured: Efficiencies to start from, by operation class; conservative where absent.
+            journal: Written ahead of every transition; in memory, which no crash survives, when
+                None. With a transition pending in it, call `recover` before the next step.
 
         Raises:
             JobError: the job's sizes, rates or devices make no sense.
@@ -87,8 +90,9 @@ class Controller:
         check_job(job)
         self._known = Knowledge.of_job(job, config.policy, measured)
         self._now = self._look(job.cluster.healthy, None)
-        self._serials: dict[ModelStage, int] = {}
-        self._num_transitions, self._num_ignored = 0, 0
+        self._num_ignored = 0
+        self._journal = journal or Journal()
+        self._cancel = threading.Event()
         self._transition_s, self._start_s = 0.0, clock()
         log.emit(
             RunStarted(
@@ -111,6 +115,40 @@ class Controller:
         """Predicted seconds of the next step."""
         return self._known.predicted_s(self._now)
 
+    @property
+    def epoch(self) -> int:
+        """Transitions committed: what the job steps on has changed so many times."""
+        return self._journal.epoch
+
+    def cancel(self) -> None:
+        """Let the transition in progress, if there is one, end in the old plan. Thread-safe."""
+        self._cancel.set()
+
+    def recover(self) -> None:
+        """Finish the transition that an earlier controller left pending, before the next step.
+
+        Raises:
+            StateLost, NoFeasiblePlan, TransitionFailed: as `at_boundary` does.
+        """
+        pending = self._journal.pending()
+        if pending is None or self._config.mode != "adapt":
+            return
+        graph = pending.graph
+        try:
+            timeouts = self._config.timeouts
+            outcome = finish(pending, self._adapter, self._conditions(graph), timeouts)
+        except (TransitionFailed, UnitLost) as failure:
+            linked = isinstance(failure, TransitionFailed) and failure.rolled_back
+            self._after_failure(graph, failure, linked=linked)
+            outcome = "old plan goes on" if linked else "left as it stands"
+        else:
+            self._now = self._look(self._now.usable, None)
+        plan = Plan.of_units(self._adapter.units())
+        self._log.emit(Recovered(self._known.step, graph.name, outcome, plan.to_json()))
+        if self._now.problem:
+            wake = Wake(Trigger.DEVICES, f"{graph.name} left what cannot step: {self._now.problem}")
+            self._act(self._decide(wake, time.perf_counter()))
+
     def at_boundary(self) -> Decision | None:
         """Do all there is to do between two RL steps; returns what was decided, if anything was.
 
@@ -128,6 +166,18 @@ class Controller:
         found = self._decide(wake, begin_s)
         if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
             self._act(found)
+        return found.decision
+
+    def go_to(self, plan: Plan, why: str) -> Decision:
+        """Carry out, at this boundary, a transition that somebody else has decided on.
+
+        Raises:
+            StateLost, NoFeasiblePlan, TransitionFailed: as `at_boundary` does.
+        """
+        found = asked_for(plan, why, self._now, self._known, self._compile(plan, UnitMap()))
+        self._log.emit(found.decision.event())
+        self._notify("nereus_decided", decision=found.decision)
+        self._act(found)
         return found.decision
 
     def finished(self, outcome: str) -> None:
@@ -191,9 +241,9 @@ class Controller:
             self._now.units,
             target,
             self._now.job,
-            prefix=f"t{self._num_transitions}",
+            prefix=f"t{self._journal.num_begun}",
             parked=parked,
-            serials=self._serials,
+            serials=self._journal.serials,
             forbidden=self._constraints.forbidden,
         )
 
@@ -230,21 +280,16 @@ class Controller:
     def _transition(self, graph: TransitionGraph, cost: CostModel, *, everything: bool) -> None:
         """Carry a graph out and learn what it cost."""
         known, now, clock = self._known, self._now, self._clock
-        self._num_transitions += 1
-        self._serials |= graph.next_serials()
+        self._cancel.clear()
         begin_s = clock()
         try:
             outcome, held_s = carry_out(
                 graph,
                 self._adapter,
                 now.job.workload.stages if everything else sorted(graph.stages),
-                log=self._log,
-                timeouts=self._config.timeouts,
-                cost=cost,
+                self._conditions(graph, cost),
+                self._config.timeouts,
                 verify=self._verify,
-                step=known.step,
-                clock=clock,
-                on_primitive=self._tell_primitive,
             )
         finally:
             self._known = known.attempted()
@@ -253,6 +298,18 @@ class Controller:
             self._known = self._known.transitioned(outcome.predicted.mean_s, held_s)
         self._now = self._look(now.usable, None)
         self._notify("nereus_transition_finished", outcome=outcome)
+
+    def _conditions(self, graph: TransitionGraph, cost: CostModel | None = None) -> Conditions:
+        return Conditions(
+            self._log,
+            self._config.timeouts.primitive_s * max(1, graph.depth),
+            cost or self._known.cost.on(self._now.job),
+            self._cancel,
+            self._known.step,
+            self._clock,
+            self._tell_primitive,
+            self._journal,
+        )
 
     def _after_failure(self, graph: TransitionGraph, failure: NereusError, *, linked: bool) -> None:
         """Look again after a transition that failed; units that are not linked cannot step."""

@@ -112,6 +112,8 @@ class PrimitiveFinished:
     kept_bytes: int
     predicted_s: float | None
     error: str | None = None
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """When each phase that it entered began, by name, on the same clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,19 @@ class TransitionFinished:
     moved_bytes: int
     plan: Json
     error: str | None = None
+    epoch: int | None = None
+    """Transitions committed with this one; None where it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A controller found a transition that an earlier one had not ended."""
+
+    step: int
+    transition: str
+    outcome: str
+    """``resumed``, ``linked again``, ``old plan goes on`` or ``left as it stands``."""
+    plan: Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +182,7 @@ Event = (
     | TransitionStarted
     | PrimitiveFinished
     | TransitionFinished
+    | Recovered
     | DevicesChanged
     | InputIgnored
     | RunFinished
@@ -180,6 +196,7 @@ _KINDS: dict[str, type[Event]] = {
         TransitionStarted,
         PrimitiveFinished,
         TransitionFinished,
+        Recovered,
         DevicesChanged,
         InputIgnored,
         RunFinished,

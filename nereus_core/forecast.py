@@ -1,16 +1,17 @@
 """Forecaster: when will a signal that wakes the planner cross its threshold again?
 
-A decision taken now would be looked at again once mean response tokens have changed by the
-threshold, or once devices leave or come. Until then a saving repeats every step: that is the
-horizon over which a transition has to pay back.
+A saving of a plan repeats every step until the plan has to be given up: until mean response tokens
+have changed by the threshold, or devices leave. That is the horizon over which a transition has to
+pay back. Devices that come end nothing: the planner is woken, but what runs goes on saving, and a
+still better plan has to repay a transition of its own.
 
 The answer is a survival function, the probability that nothing has crossed after t steps:
 
 * lengths: a robust line through a window, whose slope has a standard error, plus a random walk of
   the level whose variance is read from the window; crossed when the predicted change is larger than
   the threshold;
-* devices: changes come as a Poisson process of unknown rate. Its posterior is a Gamma distribution
-  (`_PRIOR_CHANGES` + changes seen, steps watched), so the time to the next change is Lomax
+* devices: losses come as a Poisson process of unknown rate. Its posterior is a Gamma distribution
+  (`_PRIOR_LOSSES` + losses seen, steps watched), so the time to the next loss is Lomax
   distributed: a supply that was quiet for long is expected to stay quiet for long, and one that has
   only just been met is not;
 * the job: no saving outlives its last step.
@@ -39,7 +40,7 @@ _FEWEST = 4
 """Steps below which there is no trend to speak of."""
 _CHI_MEDIAN = 0.455
 """Median of the square of a standard normal variable."""
-_PRIOR_CHANGES = 0.5
+_PRIOR_LOSSES = 0.5
 """Jeffreys' prior of a Poisson rate, Gamma(1/2, 0)."""
 _PRIOR_STEPS = 1.0
 """Keeps the posterior proper before the first step; the least that can have been watched."""
@@ -92,7 +93,8 @@ class Forecaster:
     last_step: int | None = None
     supply: frozenset[Device] | None = None
     """Healthy devices that are not about to leave, when last seen."""
-    supply_changes: int = 0
+    losses: int = 0
+    """Steps after which devices had left, or were announced to leave."""
 
     def seen(self, observation: Observation) -> Forecaster:
         """Take in an observation; a step seen again replaces what was seen of it."""
@@ -102,7 +104,7 @@ class Forecaster:
             newest = (observation.step, observation.response_tokens.mean)
             tokens = (*kept, newest)[-_WINDOWS[0] :]
         supply = observation.healthy - observation.draining
-        changed = self.supply is not None and supply != self.supply
+        lost = self.supply is not None and not self.supply <= supply
         first = observation.step if self.first_step is None else self.first_step
         return replace(
             self,
@@ -110,7 +112,7 @@ class Forecaster:
             first_step=first,
             last_step=max(observation.step, self.last_step or first),
             supply=supply,
-            supply_changes=self.supply_changes + changed,
+            losses=self.losses + lost,
         )
 
     @property
@@ -179,8 +181,8 @@ class Forecaster:
         return np.asarray(np.minimum.accumulate(inside))
 
     def _devices_survive(self, t: Array) -> Array:
-        """Lomax: the rate of changes is Gamma distributed given those seen."""
-        shape = _PRIOR_CHANGES + self.supply_changes
+        """Lomax: the rate of losses is Gamma distributed given those seen."""
+        shape = _PRIOR_LOSSES + self.losses
         watched = _PRIOR_STEPS + self.num_steps
         return np.asarray((watched / (watched + t)) ** shape)
 

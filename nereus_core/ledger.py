@@ -28,6 +28,7 @@ from nereus_core.errors import (
 from nereus_core.layout import check_layout
 from nereus_core.phases import Enter, Phase, PhaseHook
 from nereus_core.primitives import (
+    Extend,
     Merge,
     OpId,
     Primitive,
@@ -203,6 +204,8 @@ def _admit(op: Primitive, now: Standing) -> None:
     if lost := [u for u in named if u in now.lost or u in now.parked]:
         raise UnitLost(lost, tuple(now.alive), "a device failed")
     check(op, now.alive, now.parked)
+    if isinstance(op, Extend) and not op.sources and not now.job.workload.node(stage).origin:
+        raise Infeasible(f"{op}: {stage} has no origin; name units to read.", op)
     for unit in created(op):
         if dead := sorted(set(unit.devices) & failed):
             raise Infeasible(f"{op}: {dead[0]} has failed.", op)

@@ -7,9 +7,10 @@ import pytest
 from nereus_conformance.arrange import Arranger
 from nereus_conformance.assertions import refused, require, same_state, same_units
 from nereus_core.capabilities import Feature
-from nereus_core.errors import DevicesBusy
+from nereus_core.errors import DevicesBusy, PrimitiveError
 from nereus_core.layout import Layout
-from nereus_core.primitives import Kind, apply
+from nereus_core.primitives import Extend, Kind, apply
+from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Stage
 
 ONE, TP2 = Layout(1, 1), Layout(2, 1)
@@ -161,3 +162,33 @@ def test_extend_picks_the_nearest_source(arrange: Arranger) -> None:
         receipt = subject.perform(op)
     assert receipt.moved_bytes == 0, f"{op} moved {receipt.moved_bytes} bytes"
     assert receipt.kept_bytes > 0
+
+
+@pytest.mark.needs(Kind.EXTEND, stage=Stage.INFER)
+def test_extend_from_the_origin_loads_what_never_changes(arrange: Arranger) -> None:
+    """Without sources, a unit of a frozen stage gets the weights that the stage started with.
+
+    If this fails, check that the unit is loaded from where the model first came from, and that
+    its counters are those of a unit that never changed.
+    """
+    subject = arrange(Stage.INFER, spare=1)
+    subject.step()
+    before = subject.state(subject.own()[0])
+    unit = Unit(subject.fresh(1)[0], ONE, tuple(subject.spare))
+    op = Extend(subject.op_id(), (), unit)
+    with subject.boundary():
+        receipt = subject.perform(op)
+        same_state(before, subject.state(unit), str(op))
+    require(receipt.kept_bytes == 0, "receipt", f"{op} kept {receipt.kept_bytes} bytes")
+
+
+@pytest.mark.needs(Kind.EXTEND)
+def test_extend_of_a_training_stage_has_no_origin(arrange: Arranger) -> None:
+    """State that changes cannot come from a checkpoint of the start: refused.
+
+    If this fails, check that the primitive is held against `workload.Node.origin`.
+    """
+    subject = arrange(Stage.TRAIN, spare=1)
+    op = Extend(subject.op_id(), (), Unit(subject.fresh(1)[0], ONE, tuple(subject.spare)))
+    with subject.boundary(), refused(subject, PrimitiveError, str(op)):
+        subject.perform(op)

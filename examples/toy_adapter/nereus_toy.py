@@ -137,7 +137,8 @@ class ToyAdapter:
             require_identical(op, self.fingerprint)
         origin = [replicas.get(u) or self._parked[u] for u in sources(op)]
         enter(Phase.TRANSFER)
-        new = [origin[0].copy(unit) for unit in created(op)]
+        load = self._trainer.loaded  # what never changes can be loaded again
+        new = [origin[0].copy(unit) if origin else load(unit) for unit in created(op)]
         enter(Phase.VERIFY)  # a copy in one process is what was copied
         enter(Phase.COMMIT)
         gone = [replicas.pop(unit) for unit in ended(op)]
@@ -149,9 +150,11 @@ class ToyAdapter:
 
     def _check_room(self, op: Primitive) -> None:
         toy, capacity = self._trainer, self.job().cluster.device_spec.memory_bytes
+        staging = op.staging_bytes if isinstance(op, Split | Merge) else None
         for unit in created(op):
             for device, need in toy.shard_bytes(unit).items():
                 left = capacity - toy.memory_bytes(device)
+                need = need if staging is None else min(need, staging)
                 if need > left:
                     raise OutOfDeviceMemory(str(op), device, need, left)
 

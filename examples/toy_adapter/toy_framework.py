@@ -46,16 +46,18 @@ class ToyTrainer:
         """Where a step, stage by stage, and whoever wants a stage not to run, meet."""
         self.replicas: dict[UnitId, Replica] = {}
         for stage, placement in plan.items():
-            rng = np.random.default_rng(0)
-            rules = tensor_rules(job.model(stage))
-            values = {f"param/{r.name}": rng.normal(0, 0.02, r.shape) for r in rules}
-            if stage.stage is Stage.TRAIN:
-                values |= {f"{s}/{r.name}": np.zeros(r.shape) for s in slots_of(stage.stage)[1:]
-                           for r in rules}  # fmt: skip
             for serial, devices in enumerate(placement.units):
                 unit = Unit(UnitId(stage, serial), placement.layout, devices)
-                tensors = {name: value.copy() for name, value in values.items()}
-                self.replicas[unit.id] = Replica(unit, tensors, {"step": 0, "weight_version": 0})
+                self.replicas[unit.id] = self.loaded(unit)
+
+    def loaded(self, unit: Unit) -> Replica:
+        """Return a replica with the weights that its model starts with."""
+        stage, rng = unit.model_stage, np.random.default_rng(0)
+        rules = tensor_rules(self.job.model(stage))
+        tensors = {f"param/{r.name}": rng.normal(0, 0.02, r.shape) for r in rules}
+        for slot in slots_of(stage.stage)[1:]:
+            tensors |= {f"{slot}/{r.name}": np.zeros(r.shape) for r in rules}
+        return Replica(unit, tensors, {"step": 0, "weight_version": 0})
 
     def of(self, stage: ModelStage) -> list[Replica]:
         """Return the replicas of a stage, in the order in which they take slices of a batch."""

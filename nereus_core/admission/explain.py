@@ -9,7 +9,7 @@ from nereus_core.plan import Plan
 
 _THEN = {
     "tokens": "then response lengths are expected to have moved",
-    "devices": "then devices are expected to leave or come",
+    "devices": "then devices are expected to leave",
     "end": "then the job ends",
     "none": "nothing is in sight, so the cap applies",
 }

@@ -66,9 +66,16 @@ class Policy:
 
 
 def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
-    """The lower bound of the saving, over the expected steps, repays the upper bound of the cost.
+    """The saving repays the transition before the trigger is expected to cross again.
 
-    Before that, hysteresis: a cooldown after each transition, and a least relative saving.
+    First hysteresis: a cooldown after each transition, and a least relative saving. Then the lower
+    bound of the saving, over the expected steps, against the upper bound of the cost: what passes
+    repays even if both are as bad as they may be.
+
+    What does not may still be worth a trial, since a transition can be taken back and the plan is
+    judged again once it has been seen running (`nereus_core.knowledge`). The expected saving then
+    has to be worth the stake: the upper bound of the cost and, where the saving may be a loss, the
+    way back and the loss at the lower bound until it is judged.
     """
     since = offer.steps_since_transition
     if since is not None and since < policy.cooldown_steps:
@@ -83,20 +90,31 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
             f"hysteresis: the saving is {offer.relative_saving:.1%} of a step, "
             f"less than the least worth a change, {policy.min_saving:.1%}",
         )
-    saved_s = offer.saving_s.low_s * offer.crossing.steps
-    repaid = saved_s >= offer.transition_s.high_s
+    steps, cost_s, low_s = offer.crossing.steps, offer.transition_s.high_s, offer.saving_s.low_s
+    repaid = low_s * steps >= cost_s
+    rule = (
+        f"payback: at least {low_s:.3g} s per step x {steps:.3g} steps "
+        f"({_DUE[offer.crossing.signal]}) = {low_s * steps:.3g} s, "
+        f"{'repays' if repaid else 'does not repay'} a transition of up to {cost_s:.3g} s"
+    )
+    if repaid:
+        return Verdict(True, rule)
+    trial = max(1, policy.cooldown_steps)
+    gain_s, stake_s = offer.saving_s.mean_s * steps, cost_s
+    if low_s < 0:
+        gain_s = offer.saving_s.mean_s * max(0.0, steps - trial)
+        stake_s = 2 * cost_s - trial * low_s
+    worth = gain_s > 0 and gain_s >= stake_s
     return Verdict(
-        repaid,
-        f"payback: at least {offer.saving_s.low_s:.3g} s per step x {offer.crossing.steps:.3g} "
-        f"steps ({_DUE[offer.crossing.signal]}) = {saved_s:.3g} s, "
-        f"{'repays' if repaid else 'does not repay'} a transition of up to "
-        f"{offer.transition_s.high_s:.3g} s",
+        worth,
+        f"{rule}; trial: {gain_s:.3g} s expected are {'worth' if worth else 'not worth'} a stake "
+        f"of {stake_s:.3g} s{', there and back' if low_s < 0 else ''}",
     )
 
 
 _DUE = {
     "tokens": "then response lengths are expected to have moved",
-    "devices": "then devices are expected to change",
+    "devices": "then devices are expected to leave",
     "end": "then the job ends",
     "none": "the cap: nothing is in sight",
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from nereus_core.cluster import Cluster, LinkSpec
 from nereus_core.cost.kernels import Collective, message_curve
-from nereus_core.cost.op_classes import BoolArray, Column, FloatArray, OpClass, Work
+from nereus_core.cost.op_classes import BoolArray, Column, FloatArray, IntArray, OpClass, Work
 
 
 def message_s(link: LinkSpec, what: Collective, ranks: Column, size_bytes: Column) -> FloatArray:
@@ -63,9 +63,22 @@ def _add(
     size_bytes: Column,
     times: Column,
 ) -> None:
-    intra_s = times * message_s(cluster.intra_node, what, ranks, size_bytes)
-    inter_s = times * message_s(cluster.inter_node, what, ranks, size_bytes)
-    work.add_by_link(*classes, crosses, _per_option(intra_s), _per_option(inter_s))
+    sent = np.broadcast_to(np.any(np.atleast_2d(times) != 0, axis=0), crosses.shape)
+    if what is not Collective.P2P:
+        sent = sent & (np.asarray(ranks) > 1)
+    for link, op_class, on in (
+        (cluster.intra_node, classes[0], sent & ~crosses),
+        (cluster.inter_node, classes[1], sent & crosses),
+    ):
+        rows = np.flatnonzero(on)
+        if len(rows):
+            each = message_s(link, what, _of(ranks, rows), _of(size_bytes, rows))
+            work.add_rows(op_class, rows, _per_option(_of(times, rows) * each))
+
+
+def _of(column: Column, rows: IntArray) -> Column:
+    """Some options of a column, or the one number for all."""
+    return column[..., rows] if isinstance(column, np.ndarray) and column.ndim else column
 
 
 def _per_option(seconds: FloatArray) -> FloatArray:

@@ -59,10 +59,8 @@ class StageTable:
 
     def rows(self, start: int, end: int) -> StageTable:
         """Return some rows as a table of their own; nothing is copied."""
-        at, o = slice(start, end), self.options
-        options = Options(
-            o.tp[at], o.pp[at], o.dp[at], o.tp_crosses[at], o.pp_crosses[at], o.dp_crosses[at]
-        )
+        at = slice(start, end)
+        options = self.options.take(at)
         return StageTable(
             self.stage, options, self.waves[at], self.work[at], self.sync_work[at],
             self.seconds[at], self.sync_s[at], self.persistent_bytes[at], self.transient_bytes[at],
@@ -158,26 +156,31 @@ class CostModel:
 
     def table(self, stage: ModelStage, options: Options, lengths: Lengths) -> StageTable:
         """Predict many ways to run one stage at once; each option once per number of waves."""
-        ladder = wave_ladder(self.job, stage)
-        at = np.repeat(np.arange(len(options)), len(ladder))
-        waves = np.tile(np.array(ladder, dtype=np.float64), len(options))
-        rows = Options(
-            options.tp[at], options.pp[at], options.dp[at],
-            options.tp_crosses[at], options.pp_crosses[at], options.dp_crosses[at],
-        )  # fmt: skip
+        ladder = np.array(wave_ladder(self.job, stage), dtype=np.float64)
+        # More rounds than sequences are as many as sequences: such rows are priced once.
+        most = np.searchsorted(ladder, self.job.global_batch / options.dp)
+        last = np.minimum(most, len(ladder) - 1)[:, None]
+        at, wave = np.nonzero(np.arange(len(ladder)) <= last)
+        first = np.cumsum(last.ravel() + 1) - last.ravel() - 1
+        expand = (first[:, None] + np.minimum(np.arange(len(ladder)), last)).ravel()
+        waves = ladder[wave]
+        rows = options.take(at)
         job, shapes = self.job, RankShapes.of(self.job.model(stage), rows)
         work = stage_work(job, stage, rows, shapes, lengths, waves, self._curves)
         sync = sync_work(job, stage, rows, shapes)
         return StageTable(
             stage,
-            rows,
-            waves,
-            work,
-            sync,
-            self.efficiencies.seconds(stage, work),
-            sync @ self.efficiencies.inverse * self.between.sync_factor,
-            persistent_bytes(job, stage, rows, shapes),
-            self.peaks.factor(stage) * transient_bytes(job, stage, rows, shapes, lengths, waves),
+            rows.take(expand),
+            np.tile(ladder, len(options)),
+            work[expand],
+            sync[expand],
+            self.efficiencies.seconds(stage, work)[expand],
+            (sync @ self.efficiencies.inverse * self.between.sync_factor)[expand],
+            persistent_bytes(job, stage, rows, shapes)[expand],
+            (
+                self.peaks.factor(stage)
+                * transient_bytes(job, stage, rows, shapes, lengths, waves)
+            )[expand],
         )
 
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:

@@ -39,22 +39,18 @@ class Decoding:
         The unit that ends last counts: it has the longest response in one of its slots.
         """
         rounds = np.round(batch / (slots * units), 6)
-        parts, columns = 0, dict[int, FloatArray]()
-        for value in np.unique(rounds):
-            line = timeline(lengths, batch, float(value))
-            at = np.flatnonzero(rounds == value)
-            until = np.minimum(line.ends[:, None], line.last(slots[at] * units[at]))
-            took = np.diff(until, axis=0, prepend=0.0)
-            alive = np.maximum(line.alive[:, None] * slots[at], 1.0)
-            context = np.broadcast_to(lengths.prompt_mean + line.age[:, None], took.shape)
-            parts = max(parts, len(took))
-            for i, column in enumerate(at):
-                columns[int(column)] = np.stack([took[:, i], alive[:, i], context[:, i]])
-        table = np.zeros((3, parts, len(slots)))
-        table[1] = 1.0
-        for column, rows in columns.items():
-            table[:, : rows.shape[1], column] = rows
-        return cls(*table)
+        distinct, which = np.unique(rounds, return_inverse=True)
+        lines = [timeline(lengths, batch, float(value)) for value in distinct]
+        parts = max(len(line.ends) for line in lines)
+        # Units that take as many sequences per slot have as many slots in all: one timeline each.
+        took, busy, age = (np.zeros((parts, len(lines))) for _ in range(3))
+        for i, (value, line) in enumerate(zip(distinct, lines, strict=True)):
+            n = len(line.ends)
+            until = np.minimum(line.ends, line.last(batch / value))
+            took[:n, i] = np.diff(until, prepend=0.0)
+            busy[:n, i], age[:n, i] = line.alive, line.age
+        alive = np.maximum(busy[:, which] * slots, 1.0)
+        return cls(took[:, which], alive, lengths.prompt_mean + age[:, which])
 
 
 def add_generation(
@@ -88,7 +84,7 @@ def add_generation(
     prompt = lengths.prompt_mean
 
     # Evicted sequences are prefilled again, with what they had generated.
-    tokens = sequences * prompt + evicted_tokens(lengths, job.global_batch, sequences, slots)
+    tokens = sequences * prompt + evicted_tokens(lengths, sequences, slots)
     chunk = np.minimum(np.maximum(slots * prompt, 1.0), _CHUNK_TOKENS)
     chunks = tokens / chunk
     products = layer_gemm_s(kernels.gemm, spec, model, shapes, chunk, each)

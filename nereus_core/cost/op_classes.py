@@ -60,14 +60,6 @@ class Work:
         """Add ideal seconds, one per option or one for all."""
         self.table[:, INDEX[op_class]] += ideal_s
 
-    def add_by_link(
-        self,
-        intra: OpClass,
-        inter: OpClass,
-        crosses: BoolArray,
-        intra_s: Column,
-        inter_s: Column,
-    ) -> None:
-        """Add communication to the class of the link it crosses, per option."""
-        self.add(intra, np.where(crosses, 0.0, intra_s))
-        self.add(inter, np.where(crosses, inter_s, 0.0))
+    def add_rows(self, op_class: OpClass, rows: IntArray, ideal_s: FloatArray) -> None:
+        """Add ideal seconds of some options; no option may be listed twice."""
+        self.table[rows, INDEX[op_class]] += ideal_s

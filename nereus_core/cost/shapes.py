@@ -38,6 +38,18 @@ class Options:
         no = np.zeros(len(tp), dtype=np.bool_)
         return cls(tp, pp, dp, no, no, no)
 
+    def take(self, rows: IntArray | slice) -> Self:
+        """Return some of the rows."""
+        return type(self)(
+            self.tp[rows],
+            self.pp[rows],
+            self.dp[rows],
+            self.tp_crosses[rows],
+            self.pp_crosses[rows],
+            self.dp_crosses[rows],
+            None if self.dp_rails is None else self.dp_rails[rows],
+        )
+
     @property
     def num_devices(self) -> IntArray:
         """Devices each option takes."""

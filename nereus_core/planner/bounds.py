@@ -60,6 +60,8 @@ class Bounds:
 
     def of_partitions(self, candidates: Sequence[Blocks]) -> list[float]:
         """Lower bounds of partitions: every group as large as the others leave room for."""
+        if not candidates:
+            return []
         names = sorted({block for blocks in candidates for block in blocks})
         number = {block: i for i, block in enumerate(names)}
         # The last row stands for the groups that a partition has not.

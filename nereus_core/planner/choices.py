@@ -94,6 +94,12 @@ def choices_of(
         pinned = constraints.pinned[stage]
         if problems := layout_problems(model, pinned):
             raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {problems[0]}")
+        for name, degree, most in (
+            ("max_tp", pinned.tp, constraints.max_tp),
+            ("max_pp", pinned.pp, constraints.max_pp),
+        ):
+            if most is not None and degree > most:
+                raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {name} is {most}")
         known: tuple[Layout, ...] = (pinned,)
     else:
         known = layouts(model, total, constraints.degrees)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, permutations
 
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
-from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move
-from nereus_core.plan import Placement, Plan, plan_problems
+from nereus_core.cost.transition import bytes_to_move
+from nereus_core.plan import Placement, Plan
 from nereus_core.planner.bounds import TIE
 from nereus_core.planner.choices import Choice
-from nereus_core.planner.groups import cut, packed, shape_between, shape_of
+from nereus_core.planner.groups import cut, packed, shape_between
 from nereus_core.planner.search import Solution
 from nereus_core.planner.space import Space
+from nereus_core.workload import ModelStage
 
-_FEWEST_ARRANGEMENTS = 8
-_DEVICES_ARRANGED = 20_000
+_FEWEST_ARRANGEMENTS = 3
+_DEVICES_ARRANGED = 6_000
 """Devices placed at most to find the arrangement nearest to the current plan; chosen for speed."""
 
 
@@ -31,6 +32,14 @@ class Placer:
         default_factory=dict, repr=False
     )
     """Placements made so far: equal ones are one object."""
+    _beside: dict[tuple[ModelStage, Choice, tuple[int, int]], Placement] = field(
+        default_factory=dict, repr=False
+    )
+    """The same, made beside what runs of a stage."""
+    _moves: dict[tuple[ModelStage, int], tuple[Placement, int]] = field(
+        default_factory=dict, repr=False
+    )
+    """Bytes to move to a placement, by its identity."""
 
     @property
     def _cost(self) -> CostModel:
@@ -93,7 +102,7 @@ class Placer:
         limit_s = solutions[0].seconds * (1 + TIE) + self._cost.between.seconds
         arrangements = (p for s in solutions for p in self._candidates(s, limit_s))
         most = max(_FEWEST_ARRANGEMENTS, _DEVICES_ARRANGED // self.space.num_devices)
-        plans = [self._kept_back(p, limit_s) for p in islice(arrangements, most)]
+        plans = [self._kept_back(p, limit_s) for p in _distinct(islice(arrangements, most))]
         allowed = [p for p in plans if self.space.constraints.allows(p, self.current)] or plans
         moved = [self.moved_bytes(p) for p in allowed]
         fewest = [p for p, b in zip(allowed, moved, strict=True) if b == min(moved)]
@@ -103,46 +112,58 @@ class Placer:
         """Bytes that a change from the current plan sends between devices."""
         if self.current is None:
             return 0
-        return plan_bytes_to_move(self._cost.job, self.current, plan)
+        return sum(self._stage_bytes(s, p) for s, p in plan.items() if s in self.current)
+
+    def _stage_bytes(self, stage: ModelStage, placement: Placement) -> int:
+        assert self.current is not None
+        key = (stage, id(placement))
+        if key not in self._moves:
+            moved = bytes_to_move(self._cost.job, self.current[stage], placement, stage)
+            self._moves[key] = (placement, moved)
+        return self._moves[key][1]
 
     def _candidates(self, solution: Solution, limit_s: float) -> Iterator[Plan]:
         """Plans of one solution: its groups in every order that keeps their shapes."""
         canonical = self.canonical(solution)
         yield canonical
-        devices = self.space.devices
         spans = cut(solution.sizes)
-        shapes = [shape_of(devices[a:b]) for a, b in spans]
+        shapes = [shape_between(self.space.node_sizes, *span) for span in spans]
         for order in permutations(range(len(spans))):
-            at, groups = 0, [tuple[Device, ...]() for _ in spans]
+            at, groups = 0, list(spans)
             for i in order:
-                groups[i] = devices[at : at + solution.sizes[i]]
+                groups[i] = (at, at + solution.sizes[i])
                 at += solution.sizes[i]
-            if [shape_of(group) for group in groups] == shapes:
+            if [shape_between(self.space.node_sizes, *group) for group in groups] == shapes:
                 plan = self._near(solution, groups)
                 if self._as_good(plan, limit_s):
                     yield plan
 
-    def _near(self, solution: Solution, groups: Sequence[Sequence[Device]]) -> Plan:
+    def _near(self, solution: Solution, groups: Sequence[tuple[int, int]]) -> Plan:
         """Place every stage in its group, beside the units that it has there now."""
         assert self.current is not None
         placements = {}
         for block, group, rows in zip(solution.blocks, groups, solution.rows, strict=True):
             for index, row in zip(block, rows, strict=True):
                 options = self.space.options[index]
-                stage = options.stage
-                now = self.current.get(stage)
-                placements[stage] = _placed(options.choice(row), group, now)
+                stage, choice = options.stage, options.choice(row)
+                key = (stage, choice, group)
+                if key not in self._beside:
+                    devices = self.space.devices[slice(*group)]
+                    self._beside[key] = _placed(choice, devices, self.current.get(stage))
+                placements[stage] = self._beside[key]
         return Plan(placements)
 
     def _kept_back(self, plan: Plan, limit_s: float) -> Plan:
         """Give stages their current placement back where the step does not become slower."""
         assert self.current is not None
-        job = self._cost.job
         changed = [s for s in plan if s in self.current and plan[s] != self.current[s]]
-        cost = {s: bytes_to_move(job, self.current[s], plan[s], s) for s in changed}
+        cost = {s: self._stage_bytes(s, plan[s]) for s in changed}
         for stage in sorted(changed, key=lambda s: (-cost[s], s)):
+            # A plan without units that were lost may not divide the batch any more.
+            if self._cost.job.global_batch % self.current[stage].dp:
+                continue
             trial = Plan({**plan, stage: self.current[stage]})
-            if not plan_problems(trial, job) and self._as_good(trial, limit_s):
+            if self._as_good(trial, limit_s):
                 plan = trial
         return plan
 
@@ -152,6 +173,16 @@ class Placer:
             and self._cost.step(plan, self._lengths).step.mean_s <= limit_s
             and self._cost.memory_problem(plan, self._lengths) is None
         )
+
+
+def _distinct(plans: Iterable[Plan]) -> Iterator[Plan]:
+    """Leave out plans of the very same placements."""
+    seen = set()
+    for plan in plans:
+        key = tuple(map(id, plan.values()))
+        if key not in seen:
+            seen.add(key)
+            yield plan
 
 
 def _placed(choice: Choice, group: Sequence[Device], now: Placement | None) -> Placement:

@@ -95,7 +95,7 @@ class Slopes:
         They are linear between, so that a number that is no lower at any corner never is.
         """
         corners = np.array(list(product((-REACH, REACH), repeat=4)))
-        return self.slope @ corners.T + (self.middle + self.below)[:, None]
+        return np.asarray(self.slope @ corners.T + (self.middle + self.below)[:, None])
 
     def least(self, by: FloatArray) -> FloatArray:
         """Lower bounds after a move."""

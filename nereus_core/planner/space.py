@@ -54,14 +54,14 @@ class StageOptions:
         grid = self.grid
         return Choice(Layout(int(grid.tp[row]), int(grid.pp[row])), int(grid.dp[row]))
 
-    def least(self, sizes: IntArray, largest: int, capacity_bytes: float) -> FloatArray:
+    def least(self, sizes: IntArray, capacity_bytes: float) -> FloatArray:
         """Fewest seconds in a group of each size, alone there; inf where nothing fits.
 
-        Node crossings are counted only where no packing avoids them, so this is a lower bound for
-        every shape of group.
+        Whatever is crossed (a link between nodes may be the faster one), so this is a lower bound
+        for every shape of group.
         """
         need = self.persistent_bytes[:, None] + self.transient_bytes
-        busy_s = self.busy_s[self.grid.forced(largest), np.arange(len(need))]
+        busy_s = self.busy_s.min(axis=0)
         seconds = np.where(need <= capacity_bytes, busy_s, np.inf).min(axis=1)
         order = np.argsort(self.grid.num_devices, kind="stable")
         so_far = np.minimum.accumulate(seconds[order])
@@ -95,7 +95,8 @@ class Space:
         job = cost.job
         usable = [d for d in job.cluster.healthy if d not in constraints.excluded]
         if not usable:
-            raise NoFeasiblePlan(0, "no device is healthy")
+            why = "every healthy device is excluded" if job.cluster.healthy else None
+            raise NoFeasiblePlan(0, why or "no device is healthy")
         nodes = by_node(usable)
         node_sizes = tuple(map(len, nodes))
         level = levels(job.workload)
@@ -150,8 +151,7 @@ class Space:
 
         A lower bound for every shape of group.
         """
-        capacity, largest = self.cost.capacity_bytes, self.node_sizes[0]
-        return np.stack([o.least(self.sizes, largest, capacity) for o in self.options])
+        return np.stack([o.least(self.sizes, self.cost.capacity_bytes) for o in self.options])
 
     def front(self, block: tuple[int, ...], shape: Shape, limit_s: float, whole: bool) -> Front:
         """Undominated ways for the stages of a block to share a group of this shape.

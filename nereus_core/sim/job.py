@@ -84,10 +84,16 @@ class SimJob:
         for stage, placement in plan.items():
             for serial, devices in enumerate(placement.units):
                 live = self.prepare(Unit(UnitId(stage, serial), placement.layout, devices))
-                for store in live.stores:
-                    training.initialise(store, job.model(stage), self._seed(stage))
+                self.load(live)
                 self.switch((), (live,))
         self.relink()
+
+    def load(self, live: Live) -> Carried:
+        """Fill a unit with its start-up weights, as from a checkpoint."""
+        stage = live.unit.model_stage
+        for store in live.stores:
+            training.initialise(store, self._job.model(stage), self._seed(stage))
+        return Carried(moved_bytes=sum(store.num_bytes for store in live.stores))
 
     def _seed(self, stage: ModelStage) -> int:
         # Models differ in their state; ref starts as a copy of actor, as in practice.
@@ -111,8 +117,10 @@ class SimJob:
         with self._lock:
             return self._live[unit]
 
-    def prepare(self, unit: Unit) -> Live:
+    def prepare(self, unit: Unit, staging_bytes: int | None = None) -> Live:
         """Reserve memory and make empty storage for a unit that does not take part yet.
+
+        Beyond ``staging_bytes`` on a device, storage is in host memory until `settle`.
 
         Raises:
             OutOfDeviceMemory: a device has not enough left; nothing was reserved.
@@ -125,12 +133,19 @@ class SimJob:
             d: each * len(slots) * sum(b.num_elements for b in shard.values())
             for d, shard in shards
         }
-        self.world.reserve(unit, needs, str(unit))
+        limit = max(needs.values()) if staging_bytes is None else staging_bytes
+        self.world.reserve(unit, {d: min(n, limit) for d, n in needs.items()}, str(unit))
         stores = tuple(Store.empty(d, shard, slots, dtype) for d, shard in shards)
         counters = {"weight_version": 0}
         if stage is Stage.TRAIN:
             counters |= {"step": 0, "rng": 0}
         return Live(unit, stores, counters)
+
+    def settle(self, live: Live) -> None:
+        """Bring what waits in host memory to its device, once there is room."""
+        staged = self.world.held_bytes(live.unit)
+        needs = {s.device: s.num_bytes - staged.get(s.device, 0) for s in live.stores}
+        self.world.reserve(live.unit, {d: n for d, n in needs.items() if n}, str(live.unit))
 
     def discard(self, live: Live) -> None:
         """Free the storage of a unit that was prepared or has ended."""

@@ -95,10 +95,11 @@ class TransitionGraph:
         """Model-stages whose units change, sorted."""
         return tuple(sorted({model_stage_of(op) for op in self.ops}))
 
-    def units_after(self) -> UnitMap:
-        """Units alive when every primitive has finished."""
-        gone = {u for op in self.ops for u in ended(op)}
-        made = (u for op in self.ops for u in created(op))
+    def units_after(self, done: Container[OpId] | None = None) -> UnitMap:
+        """Units alive when the primitives ``done``, or all, have finished."""
+        ops = [op for op in self.ops if done is None or op.op_id in done]
+        gone = {u for op in ops for u in ended(op)}
+        made = (u for op in ops for u in created(op))
         return self.units_before.replace(gone, (u for u in made if u.id not in gone))
 
     def parked(self, done: Container[OpId]) -> UnitMap:

@@ -68,8 +68,8 @@ def match(
     (Merge of one), or joining equal units that together cover a place (Merge). Where these compete
     for a unit or a place, those that keep most bytes are chosen, exactly among few, else greedily.
     A place still open that is held in part is reached over a bridge (a Split or Merge onto the part
-    held, then a growth) where that moves clearly less than building it anew. What is left over is surplus,
-    or new.
+    held, then a growth) where that moves clearly less than building it anew. What is left over is
+    surplus, or new.
 
     Without splits or merges (an adapter that cannot do them), what is not kept is surplus or new.
     Units may have several layouts: a transition that failed part-way leaves such.
@@ -202,7 +202,7 @@ def _bridges(
         if not touching:
             continue
         anew = _moved(model, {}, place, layout)
-        groups = [(u,) for u in touching]
+        groups: list[tuple[Unit, ...]] = [(u,) for u in touching]
         if len(touching) > 1 and len({u.layout for u in touching}) == 1:
             groups.append(tuple(touching))
         for parents in groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from itertools import islice
 
 from nereus_core.errors import CycleError
@@ -34,11 +35,17 @@ class Sequencer:
     there is dismantled.
     """
 
-    def __init__(self, draft: Draft, num_alive: list[int], room: Room | None) -> None:
+    def __init__(self, draft: Draft, alive: Sequence[Sequence[Unit]], room: Room | None) -> None:
         self._draft, self._nodes, self._room = draft, draft.nodes, room
-        self._standing = list(num_alive)
+        self._standing = [len(units) for units in alive]
         """By stage: units that are there whatever goes first."""
-        self._freed: list[list[int]] = [[] for _ in num_alive]
+        self._anchored = [any(map(self._goes_on, units)) for units in alive]
+        """By stage: whether a unit is there throughout, as it is or changed in place."""
+        for node in self._nodes:
+            self._standing[node.stage] -= node.park
+        self._makers: list[dict[int, None]] = [{} for _ in alive]
+        """By stage: nodes taken that have made a unit which stays."""
+        self._freed: list[list[int]] = [[] for _ in alive]
         """By stage: Destroys that go first as they are."""
         self._open = [set(node.waits) for node in self._nodes]
         self._wakes: list[set[int]] = [set() for _ in self._nodes]
@@ -74,6 +81,10 @@ class Sequencer:
             early -= node not in late
             self._taken[node] = True
             done.append(node)
+            if any(map(self._goes_on, self._nodes[node].made)):
+                self._makers[self._nodes[node].stage][node] = None
+            if self._nodes[node].destroys and not self._anchored[self._nodes[node].stage]:
+                self._secure(node)
             if self._room:
                 self._room.take(self._nodes[node])
             for woken in sorted(self._wakes[node]):
@@ -81,7 +92,12 @@ class Sequencer:
                 if not self._open[woken] and woken not in late:
                     self._push(woken)
         rest = [i for i in self._late if not self._taken[i]]
-        return [*done, *sorted(rest, key=self._rank)]
+        rest.sort(key=self._rank)
+        for node in rest:
+            self._taken[node] = True
+            if not self._anchored[self._nodes[node].stage]:
+                self._secure(node)
+        return [*done, *rest]
 
     def _next(self) -> int:
         """Choose the node to be taken."""
@@ -111,6 +127,38 @@ class Sequencer:
 
     def _push(self, i: int) -> None:
         heapq.heappush(self._ready, (self._rank(i), i))
+
+    # --- Last units -----------------------------------------------------------------------------
+
+    def _goes_on(self, unit: Unit) -> bool:
+        ender = self._draft.ender.get(unit.id)
+        return ender is None or not self._nodes[ender].destroys
+
+    def _secure(self, destroy: int) -> None:
+        """See to it that a Destroy does not end the last unit of a stage: it waits, or parks."""
+        node = self._nodes[destroy]
+        if node.park or destroy in self._freed[node.stage]:
+            return
+        makers = self._makers[node.stage]
+        if makers:
+            if not any(first in makers for first in node.waits):
+                first = next(iter(makers))
+                text = f"{self._nodes[first].made[0].id} stands first"
+                node.waits[first] = (EdgeKind.STATE, text)
+            return
+        node.park = self._standing[node.stage] == 1
+        self._standing[node.stage] -= 1
+        self._settle(destroy)
+
+    def _settle(self, destroy: int) -> None:
+        """Put one that parks after those of its stage that rely on its unit."""
+        node = self._nodes[destroy]
+        if node.park:
+            for other in self._freed[node.stage]:  # all of them have their place
+                text = f"{node.ended[0].id} stands until the others have gone"
+                node.waits[other] = (EdgeKind.STATE, text)
+        else:
+            self._freed[node.stage].append(destroy)
 
     # --- Circles --------------------------------------------------------------------------------
 
@@ -154,12 +202,7 @@ class Sequencer:
             if other := (instead or {}).get(reader):
                 reads.append(other)
                 self._read(reader, other)
-        if node.park:
-            for other_node in self._freed[node.stage]:  # all of them have their place
-                text = f"{unit.id} stands until the others have gone"
-                node.waits[other_node] = (EdgeKind.STATE, text)
-        else:
-            self._freed[node.stage].append(freed)
+        self._settle(freed)
 
     def _instead(self, gone: Unit, readers: list[int]) -> dict[int, Unit] | None:
         """Find another source for every reader of a unit that has no other; None: there is none."""
@@ -168,6 +211,8 @@ class Sequencer:
         if not lone:
             return found
         pool = self._draft.pool(self._nodes[lone[0]].stage)
+        if not pool:
+            return None
         start = lone[0] % len(pool)  # others than those that the readers before were given
         others = (u for u in (*pool[start:], *pool[:start]) if u is not gone and self._stands(u))
         open_to = list(islice(others, len(lone)))
@@ -219,7 +264,7 @@ class Sequencer:
                 node.staging_bytes = self._room.left(node)
                 return i
         for i, node in enumerate(self._nodes):
-            if node.destroys and not self._taken[i] and self._may_go(i) and there(node):
+            if self._may_go(i) and there(node):
                 self._let_go(i)
                 return i
         for i, node in enumerate(self._nodes):
@@ -231,6 +276,9 @@ class Sequencer:
         raise self._room.refuse(self._nodes[first], device, str(self._nodes[first].kind))
 
     def _may_go(self, destroy: int) -> bool:
-        """Whether a Destroy waits for nothing but the readers of its unit."""
-        unit = self._nodes[destroy].ended[0]
+        """Whether a node is a Destroy that waits for nothing but the readers of its unit."""
+        node = self._nodes[destroy]
+        if not node.destroys or node.park or self._taken[destroy]:
+            return False
+        unit = node.ended[0]
         return all(unit in self._nodes[i].reads for i in self._open[destroy])

@@ -1,6 +1,7 @@
 """A transition as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
-One row per device. A primitive is drawn on every device it touches; arrows are the graph's edges.
+One row per device. A primitive is drawn on every device it touches, with its phases inside; arrows
+are the graph's edges.
 Source: "Trace Event Format", Google, 2016 (phases X, s, f, M; microseconds).
 """
 
@@ -27,7 +28,8 @@ def chrome_trace(events: Iterable[Event], transition: str) -> dict[str, Any]:
     drawn: list[dict[str, Any]] = [_named("process_name", 0, f"transition {transition}")]
     drawn += [_named("thread_name", row, device) for device, row in rows.items()]
     for op in finished.values():
-        drawn += [_slice(op, rows[device]) for device in op.devices]
+        for row in (rows[device] for device in op.devices):
+            drawn += [_slice(op, row), *_phases(op, row)]
     for number, edge in enumerate(started.edges if started else ()):
         first, then = finished.get(edge["before"]), finished.get(edge["after"])
         if first and then:
@@ -71,6 +73,25 @@ def _slice(op: PrimitiveFinished, row: int) -> dict[str, Any]:
             "error": op.error,
         },
     }
+
+
+def _phases(op: PrimitiveFinished, row: int) -> list[dict[str, Any]]:
+    """Draw the phases inside their primitive."""
+    begun = sorted(op.phases_s.items(), key=lambda item: item[1])
+    ends = [at_s for _, at_s in begun[1:]] + [op.end_s]
+    return [
+        {
+            "ph": "X",
+            "name": phase,
+            "cat": "phase",
+            "pid": 0,
+            "tid": row,
+            "ts": at_s * 1e6,
+            "dur": max(0.0, end_s - at_s) * 1e6,
+            "args": {"op_id": op.op_id},
+        }
+        for (phase, at_s), end_s in zip(begun, ends, strict=True)
+    ]
 
 
 def _arrow(phase: str, number: int, name: str, at_s: float, row: int) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from nereus_core.adapter import Adapter, Fingerprint
-from nereus_core.errors import NereusError, StateDiffers
+from nereus_core.cluster import Device
+from nereus_core.errors import NereusError, StateDiffers, UnitLost
 from nereus_core.primitives import Extend, model_stage_of
 from nereus_core.state import Slot
 from nereus_core.transition.graph import TransitionGraph
@@ -14,9 +15,11 @@ from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import ModelStage
 
 
-def check_units(found: UnitMap, graph: TransitionGraph) -> None:
-    """Raise unless the units alive are those the graph leads to."""
+def check_units(found: UnitMap, graph: TransitionGraph, failed: Collection[Device]) -> None:
+    """Raise unless the units alive are those the graph leads to; UnitLost where devices failed."""
     expected = graph.units_after()
+    if lost := [u for u in expected if u not in expected.intact(failed)]:
+        raise UnitLost(lost, tuple(found), f"a device failed during {graph.name}")
     if found != expected:
         missing = sorted(str(u) for u in set(expected.values()) - set(found.values()))
         others = sorted(str(u) for u in set(found.values()) - set(expected.values()))

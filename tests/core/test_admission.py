@@ -24,6 +24,7 @@ LENGTHS = Lengths(32, 128, 192, 256)
 COST = CostModel(JOB)
 SLOW = Plan(dict.fromkeys(JOB.workload.stages, Placement.packed(Layout(4, 1), CLUSTER.devices)))
 PLANNED = best(COST, LENGTHS, Constraints(), SLOW)
+CERTAIN = Crossing.certain(1e6, "none")
 SAVING = COST.saving(SLOW, PLANNED.best.plan, LENGTHS)
 
 
@@ -58,7 +59,22 @@ def test_a_saving_that_repays_is_admitted():
 def test_payback_compares_lower_bounds_with_the_upper_bound(factor):
     saved_s = SAVING.low_s * 50
     cost_s = Interval(saved_s / 2, saved_s / 4, saved_s / factor)
-    assert decide(transition=cost_s).admitted is (factor > 1)
+    rule = decide(transition=cost_s).rule.partition("; trial")[0]
+    assert (" repays " in rule) is (factor > 1)
+
+
+def test_an_uncertain_saving_is_tried_where_trying_is_cheap():
+    uncertain = Interval(2.0, -1.0, 5.0)
+    # 48 steps after the trial's 2: 96 s expected, against there and back and 2 s of loss.
+    assert decide(saving=uncertain, transition=Interval(40, 30, 46.9)).admitted
+    refused = decide(saving=uncertain, transition=Interval(40, 30, 47.1))
+    assert not refused.admitted
+    assert "not worth a stake of 96.2 s" in refused.rule
+    assert not decide(saving=uncertain, crossing=Crossing.certain(2, "devices")).admitted
+    # Where it cannot be a loss, there is no way back to be paid for.
+    sure = Interval(2.0, 0.1, 5.0)
+    assert decide(saving=sure, transition=Interval(80, 70, 99)).admitted
+    assert not decide(saving=sure, transition=Interval(80, 70, 101)).admitted
 
 
 def test_an_infeasible_plan_is_left_whatever_it_costs():
@@ -90,11 +106,10 @@ def test_the_best_plan_is_kept():
     assert decision.rule == "the current plan is the best one"
 
 
-def test_a_saving_that_may_be_a_loss_is_not_admitted_over_any_horizon():
-    uncertain = Interval(SAVING.mean_s, -0.01, 2 * SAVING.mean_s)
-    decision = decide(
-        saving=uncertain, transition=Interval(0, 0, 0), crossing=Crossing.certain(1e6, "none")
-    )
+def test_a_saving_that_is_more_likely_a_loss_is_not_admitted_over_any_horizon():
+    current = COST.step(SLOW, LENGTHS).step.mean_s
+    loss = Interval(-0.03 * current, -0.5 * current, 0.1 * current)
+    decision = decide(saving=loss, transition=Interval(0, 0, 0), crossing=CERTAIN)
     assert not decision.admitted
 
 

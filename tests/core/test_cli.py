@@ -329,6 +329,8 @@ def test_explain_prints_each_decision_from_its_record(config, tmp_path):
     assert f"Transition after step {urgent.step}: done" in only
     found = json.loads(nereus("explain", events, "--json", "--step", urgent.step).stdout)
     assert {d["step"] for d in found} == {urgent.step}
+    assert all(d["signal"] and d["policy"] == "payback" for d in found)
+    assert f"woken by   devices: {urgent.signal}" in only
 
 
 def test_explain_of_a_step_without_a_decision_says_where_there_are_some(recorded):

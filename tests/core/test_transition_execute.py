@@ -18,6 +18,7 @@ from nereus_core.errors import (
 )
 from nereus_core.events import EventLog, PrimitiveFinished, TransitionFinished, TransitionStarted
 from nereus_core.layout import Layout
+from nereus_core.phases import Phase
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, OpId, Split, created
 from nereus_core.transition import (
@@ -286,7 +287,9 @@ def test_the_trace_has_a_row_per_device_and_an_arrow_per_edge(tmp_path):
     touched = {d for e in trial.of(PrimitiveFinished) for d in e.devices}
     assert rows == sorted(touched)
     slices = [e for e in trace if e["ph"] == "X"]
-    assert len(slices) == sum(len(e.devices) for e in trial.of(PrimitiveFinished))
+    drawn = sum(len(e.devices) for e in trial.of(PrimitiveFinished))
+    assert len([e for e in slices if e["cat"] != "phase"]) == drawn
+    assert len([e for e in slices if e["cat"] == "phase"]) == drawn * len(Phase)
     assert len([e for e in trace if e["ph"] == "s"]) == len(trial.graph.edges)
     (path,) = write_traces([(e, 0.0) for e in trial.events], tmp_path / "traces")
     assert path.name == "t.json"

@@ -82,13 +82,16 @@ class MemoryAdapter:
         self.with_state = with_state
         if with_state:
             for unit in self._units.values():
-                whole = self._whole(unit)
-                for rank, shard in enumerate(unit_shards(job.model(unit.model_stage), unit.layout)):
-                    self.state[unit.id, rank] = {
-                        (slot, name): whole[slot, name][_at(box)].copy()
-                        for name, box in shard.items()
-                        for slot in slots_of(unit.model_stage.stage)
-                    }
+                self._start(unit)
+
+    def _start(self, unit):
+        whole, model = self._whole(unit), self._job.model(unit.model_stage)
+        for rank, shard in enumerate(unit_shards(model, unit.layout)):
+            self.state[unit.id, rank] = {
+                (slot, name): whole[slot, name][_at(box)].copy()
+                for name, box in shard.items()
+                for slot in slots_of(unit.model_stage.stage)
+            }
 
     def _whole(self, unit):
         seed = sum(map(ord, unit.model_stage.model))
@@ -213,7 +216,12 @@ class MemoryAdapter:
         model, stage = self._job.model(model_stage_of(op)), model_stage_of(op)
         senders = [atlas[u] for u in sources(op)]
         moved = total = 0
-        if created(op) and not self.with_state:
+        if isinstance(op, Extend) and not op.sources:
+            assert self._job.workload.node(stage).origin
+            moved = total = _counted(model, (), created(op))[1]
+            if self.with_state:
+                self._start(op.unit)
+        elif created(op) and not self.with_state:
             moved, total = _counted(model, senders, created(op))
         elif created(op):
             after = [pair for u in created(op) for pair in placed(model, u.layout, u.devices)]

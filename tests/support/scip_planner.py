@@ -66,7 +66,7 @@ def _ways(options: StageOptions, capacity: float, shapes: Sequence[Shape]) -> li
     return [_Way(*way) for way in sorted(kept)]
 
 
-def solve(space: Space, together: Sequence[frozenset[int]], limit_s: float) -> Judged:
+def solve(space: Space, limit_s: float) -> Judged:
     """Solve a planning problem on one thread within so many seconds."""
     model = Model()
     model.hideOutput()
@@ -128,7 +128,7 @@ def solve(space: Space, together: Sequence[frozenset[int]], limit_s: float) -> J
                     if not (fits[way.row] and crossing[way.row] == way.crossing)
                 ]
                 model.addCons(quicksum(wrong) + w[g, span[0], span[1]] <= 1)
-    for group in together:
+    for group in space.together:
         first, *others = sorted(group)
         for other, g in product(others, slots):
             model.addCons(member[first, g] == member[other, g])

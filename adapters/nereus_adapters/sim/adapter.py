@@ -141,6 +141,7 @@ class SimAdapter:
             if self.fault is not None:
                 self.fault(op, phase, touched(op, units))
 
+        staging = op.staging_bytes if isinstance(op, Split | Merge) else None
         origin = [self._find(u) for u in sources(op)]
         before = {d: job.world.used_bytes(d) for d in touched(op, units)}
         fresh: list[Live] = []
@@ -150,10 +151,11 @@ class SimAdapter:
                 require_identical(op, self.fingerprint)
             for unit in created(op):
                 # one by one: what was prepared before a refusal is discarded below
-                fresh.append(job.prepare(unit))  # noqa: PERF401
+                fresh.append(job.prepare(unit, staging))  # noqa: PERF401
             begin(Phase.TRANSFER)
             carried = sum((self._carry(origin, live) for live in fresh), Carried())
             begin(Phase.VERIFY)
+            job.world.spoil(op.op_id, carried.seals)
             self._verify(op, fresh, carried)
             peaks = {d: max(before[d], job.world.used_bytes(d)) for d in before}
             begin(Phase.COMMIT)
@@ -167,10 +169,14 @@ class SimAdapter:
         begin(Phase.RELEASE)
         for live in gone:
             job.discard(live)
+        for live in fresh:
+            job.settle(live)
         return Done(carried.moved_bytes, carried.kept_bytes + parked_bytes, peaks)
 
     def _carry(self, origin: Sequence[Live], live: Live) -> Carried:
-        """Copy state and counters."""
+        """Copy state and counters; without an origin among units, load what it starts with."""
+        if not origin:
+            return self._running.load(live)
         carried = self._running.carry(origin, live, slots_of(live.unit.model_stage.stage))
         for name in live.counters:
             live.counters[name] = origin[0].counters[name]

@@ -40,6 +40,7 @@ from nereus_core.primitives import (
     sources,
 )
 from nereus_core.state import placed, shard_bytes
+from nereus_core.traffic import primitive_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
@@ -165,6 +166,8 @@ class TorchAdapter:
         if isinstance(op, Destroy):
             self._destroy(op, readable[op.unit], enter)
             return Done()
+        if isinstance(op, Extend) and not op.sources:
+            return self._load(op, readable, enter)
         origin = tuple(readable[u] for u in sources(op))
         stage = model_stage_of(op).stage
         poorer = [u for u in sources(op) if u.model_stage.stage is not Stage.TRAIN]
@@ -183,6 +186,7 @@ class TorchAdapter:
             created(op),
             running.item_bytes(stage),
             running.fleet,
+            op.staging_bytes if isinstance(op, Split | Merge) else None,
         )
         self._require_memory(op, move)
         peaks = move.run(
@@ -193,6 +197,29 @@ class TorchAdapter:
             enter,
         )
         return Done(move.moved_bytes, move.kept_bytes, peaks)
+
+    def _load(self, op: Extend, readable: UnitMap, enter: Enter) -> Done:
+        """Build a unit from the folder its model came from."""
+        fleet, job = self._running.fleet, self.job()
+        unit, stage = op.unit, op.unit.model_stage
+        for device, shard in placed(job.model(stage), unit.layout, unit.devices):
+            need = shard_bytes(shard, job.precision, stage.stage) + self._held_bytes(device, job)
+            if need > job.cluster.device_spec.memory_bytes:
+                have = job.cluster.device_spec.memory_bytes
+                raise OutOfDeviceMemory(str(op), device, need, have)
+        enter(Phase.TRANSFER)
+        try:
+            fleet.load([unit])
+            enter(Phase.VERIFY)  # safetensors check what they read
+            enter(Phase.COMMIT)
+        except Exception as error:
+            fleet.unload(unit)
+            if lost := [u.id for u in fleet.reap()]:
+                raise UnitLost(lost, tuple(fleet.units), str(error)) from error
+            raise
+        fleet.replace((), [unit])
+        enter(Phase.RELEASE)
+        return Done(*primitive_bytes(op, readable, job))
 
     def _destroy(self, op: Destroy, unit: Unit, enter: Enter) -> None:
         fleet = self._running.fleet

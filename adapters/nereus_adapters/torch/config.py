@@ -101,6 +101,8 @@ class BackendSection(_Section):
     """Longest wait for a seat to come up."""
     grace_s: float = Field(60.0, gt=0)
     """Seconds that seats wait for another driver when theirs has died."""
+    reattach: bool = False
+    """Take over the seats that a driver with the same run_dir left behind when it was killed."""
     bucket_bytes: int = Field(16 * 2**20, ge=8)
     """Largest message of a transfer."""
     events: tuple[DeviceEvent, ...] = ()

@@ -178,6 +178,11 @@ class Fleet:
     def build(self, units: Iterable[Unit]) -> None:
         """Build units with their start-up weights."""
         units = tuple(units)
+        self.load(units)
+        self.replace((), units)
+
+    def load(self, units: Iterable[Unit]) -> None:
+        """Build units on their seats; they are not alive yet."""
         pending = [
             p
             for unit in units
@@ -189,7 +194,13 @@ class Fleet:
             )
         ]
         self.settle(pending, self.timeout_s)
-        self.replace((), units)
+
+    def unload(self, unit: Unit) -> None:
+        """Undo a `load` that may have failed on any seat."""
+        for device in unit.devices:
+            if device in self.pool.alive:
+                calls = {device: ("unload", {"unit": unit.id})}
+                self.settle(self.pool.send(calls), self.timeout_s)
 
     # --- Calls --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from nereus_adapters.torch.adopting import adopt
 from nereus_adapters.torch.fleet import Fleet, Pool
 from nereus_adapters.torch.manifest import Manifest
 from nereus_adapters.torch.rl.rollout import Rollout
@@ -35,7 +36,7 @@ class TorchJob:
 
     Args:
         job: what runs; its cluster lists the devices of the pool.
-        plan: where it runs at first.
+        plan: where it runs at first; None takes over what the pool's seats hold.
         sources: model -> shapes, configuration and start-up weights.
         task: prompts and rewards.
         settings: hyperparameters and limits.
@@ -49,7 +50,7 @@ class TorchJob:
     def __init__(
         self,
         job: Job,
-        plan: Plan,
+        plan: Plan | None,
         sources: Mapping[str, ModelSource],
         task: Task,
         settings: RlSettings,
@@ -60,7 +61,8 @@ class TorchJob:
     ) -> None:
         if job.workload.asynchronous:
             raise Unsupported("an asynchronous workload", "generation waits for weights here")
-        check_plan(plan, job)
+        if plan is not None:
+            check_plan(plan, job)
         self._job, self.settings, self._owns_pool = job, settings, owns_pool
         self._facts = facts(job, sources, settings)
         self._origins: dict[ModelStage, str] = {}
@@ -85,9 +87,13 @@ class TorchJob:
         self._seen: Observation | None = None
         self._lock = threading.RLock()
         try:
-            self.fleet.start(job.cluster.healthy)
-            self._build(plan, manifest, resume)
-            self.relink()
+            if plan is None:
+                self.steps_done = adopt(self.fleet)
+                self._left_behind()  # whoever missed an update of the step that was under way
+            else:
+                self.fleet.start(job.cluster.healthy)
+                self._build(plan, manifest, resume)
+                self.relink()
         except BaseException:
             self.close()
             raise

@@ -34,6 +34,8 @@ from nereus_adapters.torch.store import open_store
 from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
 from nereus_adapters.torch.values import (
+    Held,
+    Inventory,
     Memory,
     Offer,
     Region,
@@ -58,7 +60,8 @@ class Seat:
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.store = open_store(settings.store, settings.connect_s)
+        self._shared = open_store(settings.store, settings.connect_s)
+        self.store: torch.distributed.Store = self._shared
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
         self.accountant = Accountant()
@@ -66,6 +69,7 @@ class Seat:
         self._groups: dict[UnitId, UnitGroups] = {}
         self._lanes: dict[str, Lane] = {}
         self._transfers: dict[str, Transfer] = {}
+        self._committed: set[str] = set()
 
     # --- Units --------------------------------------------------------------------------------
 
@@ -111,6 +115,11 @@ class Seat:
             self.parked[unit] = shard
         del shard
         self._free()
+
+    def unload(self, unit: UnitId) -> None:
+        """Let go of a shard if it is there."""
+        if unit in self.units:
+            self.drop(unit)
 
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
@@ -272,12 +281,14 @@ class Seat:
             self.units.pop(unit, None)
         if part.target is not None and shard is not None:
             self.units[part.target] = shard
+        self._committed.add(op)
         return self.memory()
 
     def release(self, op: str) -> None:
         """Last phase: nothing of the transfer is left."""
         self.faults.at("release")
         self._transfers.pop(op).release()
+        self._committed.discard(op)
         self._free()
 
     def abandon(self, op: str) -> None:
@@ -338,6 +349,29 @@ class Seat:
             # Peers must not wait for a rank that has given up.
             self.unlink(unit)
             raise
+
+    # --- Drivers --------------------------------------------------------------------------------
+
+    def adopted(self, name: str) -> None:
+        """Serve another driver: groups of the one before are closed, new ones bear its name."""
+        for unit in list(self._groups):
+            self.unlink(unit)
+        for lane in list(self._lanes):
+            self.close_lane(lane)
+        self.store = torch.distributed.PrefixStore(name, self._shared)
+        self.faults = Faults(self.accountant)
+
+    def inventory(self) -> Inventory:
+        """Say what is here."""
+
+        def held(shards: Mapping[UnitId, UnitShard]) -> dict[UnitId, Held]:
+            return {
+                unit: Held(shard.layout, shard.local_rank, int(shard.counters["step"]))
+                for unit, shard in shards.items()
+            }
+
+        transfers = {op: op in self._committed for op in self._transfers}
+        return Inventory(held(self.units), held(self.parked), transfers)
 
     # --- Faults -------------------------------------------------------------------------------
 

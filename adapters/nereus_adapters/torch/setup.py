@@ -16,7 +16,7 @@ from nereus_adapters.torch.config import BackendSection, JobSection, PlacementCo
 from nereus_adapters.torch.engine import OptimizerSpec, export_model
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.manifest import Manifest
-from nereus_adapters.torch.pools import open_pool
+from nereus_adapters.torch.pools import leave_word, left_pool, open_pool
 from nereus_adapters.torch.rl.tasks import Task, load_task
 from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.values import ModelSource
@@ -48,20 +48,24 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     Raises:
         ConfigError, ModelConfigError, PlanError: before any seat is started.
         CheckpointError: what is to be resumed is broken, or of another job.
+        NereusError: the driver whose seats are taken over died inside a step that cannot be redone.
     """
     job_section, backend = sections(config)
     folder, hf_config = _model(job_section.model, config)
     job = _job(job_section, backend, ModelSpec.from_hf_config(hf_config, name="actor"))
     task = _task(job_section, config.seed, folder, job)
+    settings = _settings(job_section, backend, config, hf_config)
+    sources = _sources(job, job_section, hf_config, folder)
+    if backend.reattach:
+        return TorchJob(job, None, sources, task, settings, left_pool(config.run_dir, backend))
     resume = resolved(config.checkpoint.resume) if config.checkpoint.resume else None
     if plan is None and resume is not None:
         plan = resumable(Manifest.read(resume).plan, job)
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
     check_plan(plan, job)
-    settings = _settings(job_section, backend, config, hf_config)
     pool = open_pool(backend, job.cluster)
-    sources = _sources(job, job_section, hf_config, folder)
+    leave_word(pool, config.run_dir)
     return TorchJob(job, plan, sources, task, settings, pool, resume=resume)
 
 

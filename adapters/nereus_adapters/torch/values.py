@@ -143,6 +143,8 @@ class SeatPart:
     """Those this seat sends or receives, in the order that holds for all seats."""
     counters: Mapping[str, int | float]
     """Of the new shard."""
+    staging_bytes: int | None
+    """Most bytes that wait for commit on the seat's device, the rest in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +165,23 @@ class Memory:
 
     resident_bytes: int
     peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A shard as its seat knows it."""
+
+    layout: Layout
+    local_rank: int
+    step: int
+    """Optimizer steps done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a seat holds, for a driver that takes it over."""
+
+    units: Mapping[UnitId, Held]
+    parked: Mapping[UnitId, Held]
+    transfers: Mapping[str, bool]
+    """Those under way -> whether this seat has committed."""

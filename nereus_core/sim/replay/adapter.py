@@ -28,7 +28,7 @@ class ReplayAdapter:
     """Translates the four primitives to a `ReplayJob`. Implements `nereus_core.adapter.Adapter`.
 
     Primitives on disjoint devices overlap: each begins when the last of its devices is free, and
-    the boundary takes as long as the last of them ends.
+    the boundary ends with the last of them.
     """
 
     name = "replay"
@@ -70,19 +70,19 @@ class ReplayAdapter:
 
     @contextmanager
     def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
-        """Hold stages between two steps; on leaving, virtual time has passed."""
+        """Hold stages between two steps."""
         held = self._gate.close_on(stages, timeout_s)
+        self._free_s = {}
         try:
             yield Boundary(held, self._running.steps)
         finally:
-            self._pass()
+            self.transitions += bool(self._free_s)
             self._running.relink()
             self._gate.open()
 
     def relink(self, plan: Plan) -> None:
         """Share the batch among the units alive; raises PlanError when they are not the plan's."""
         check_plan(plan, self.job())
-        self._pass()
         self._running.relink()
         self._parked = UnitMap()
 
@@ -125,14 +125,9 @@ class ReplayAdapter:
                 self._parked = UnitMap([*self._parked.values(), before[op.unit]])
             self._running.units = apply(op, before, self._parked)
             end_s = max(self._free_s.get(d, 0.0) for d in devices) + seconds
+            longer_s = max(0.0, end_s - max(self._free_s.values(), default=0.0))
             self._free_s |= dict.fromkeys(devices, end_s)
+            self.transition_s += longer_s
+            self._running.clock.spend(longer_s)
         enter(Phase.RELEASE)
         return Done()
-
-    def _pass(self) -> None:
-        """Let the seconds of the primitives performed so far pass."""
-        makespan_s = max(self._free_s.values(), default=0.0)
-        self.transitions += bool(self._free_s)
-        self._free_s = {}
-        self.transition_s += makespan_s
-        self._running.clock.spend(makespan_s)
