@@ -16,7 +16,7 @@ from nereus_core.workload import ACTOR_TRAIN, BFLOAT16_MIXED, Job, grpo
 
 CLUSTER = Cluster.homogeneous(1, 8, H100_SXM, NVLINK4, INFINIBAND_NDR)
 MODELS = {"actor": LLAMA_3_1_8B, "ref": LLAMA_3_1_8B}
-JOB = Job(grpo(), MODELS, CLUSTER, 64, 1024, 8192, BFLOAT16_MIXED, micro_batch=4)
+JOB = Job(grpo(), MODELS, CLUSTER, 64, 1024, 8192, BFLOAT16_MIXED, micro_batch=2)
 TOKENS = TokenStats.of([8000] * 64)
 PLAN = Plan(dict.fromkeys(grpo().stages, Placement.packed(Layout(4, 1), CLUSTER.devices)))
 
