@@ -159,7 +159,7 @@ def _left_out(rows: Rows, groups: FloatArray) -> dict[str, object]:
     for group in np.unique(groups):
         out = np.flatnonzero(groups == group)
         guess, _, alone = _predicted(rows, out)
-        found[f"{group:g}"] = {
+        found[f"{group:.0f}"] = {
             "white_box": Score.of(alone, rows.seconds[out]).as_dict(),
             "with_residual": Score.of(guess, rows.seconds[out]).as_dict(),
         }
