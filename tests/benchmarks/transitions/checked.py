@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from interleavings import distinct, explore, small_plans
-from transitions.instances import units_of
 
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
@@ -14,6 +13,7 @@ from nereus_core.layout import Layout
 from nereus_core.sim.models import TINY
 from nereus_core.transition import compile_transition
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Job, Node, Workload
+from transitions.instances import units_of
 
 
 def checked(*, quick: bool) -> dict[str, Any]:

@@ -6,11 +6,10 @@ import statistics
 import time
 from typing import Any
 
-from transitions.instances import job_on, transitions, units_of
-from transitions.rival import scip_s
-
 from nereus_core.cost import CostModel
 from nereus_core.transition import EdgeKind, compile_transition
+from transitions.instances import job_on, transitions, units_of
+from transitions.rival import scip_s
 
 SIZES = (32, 64, 128, 256, 512, 1024, 4096)
 REPEATS = 9

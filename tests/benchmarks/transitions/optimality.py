@@ -7,14 +7,14 @@ import statistics
 from typing import Any
 
 from ortools.sat.python import cp_model
-from transitions.instances import AMPLE, random_change, units_of
-from transitions.scheduling import Problem
 
 from nereus_core.cluster import DeviceSpec
 from nereus_core.cost import CostModel
 from nereus_core.device_specs import H100_SXM
 from nereus_core.errors import Infeasible, PlanError
 from nereus_core.transition import compile_transition
+from transitions.instances import AMPLE, random_change, units_of
+from transitions.scheduling import Problem
 
 TICK_S = 1e-4
 """Of the solver's clock; primitives take 20 ms and more."""

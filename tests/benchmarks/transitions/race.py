@@ -13,8 +13,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transitions.stagewise import migrate
-
 from nereus_adapters.torch.adapter import TorchAdapter
 from nereus_adapters.torch.harness import TorchHarness
 from nereus_core.adapter import Receipt
@@ -25,6 +23,7 @@ from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, Merge, Split
 from nereus_core.transition import EdgeKind, compile_transition, execute
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, FLOAT32, REF_INFER, Job
+from transitions.stagewise import migrate
 
 ONE, TP2, PP2 = Layout(1, 1), Layout(2, 1), Layout(1, 2)
 TYPES = {

@@ -33,9 +33,7 @@ class Problem:
         """Read it off a graph."""
         number = {op.op_id: i for i, op in enumerate(graph.ops)}
         released = {
-            (number[e.before], number[e.after])
-            for e in graph.edges
-            if e.kind is not EdgeKind.ORDER
+            (number[e.before], number[e.after]) for e in graph.edges if e.kind is not EdgeKind.ORDER
         }
         prices = graph.prices(cost)
         by_device: dict[object, list[int]] = defaultdict(list)
