@@ -16,7 +16,7 @@ from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.cost import CostModel
 from nereus_core.cost.op_classes import OpClass
-from nereus_core.deciding import Decided, decide
+from nereus_core.deciding import Decided, asked_for, decide
 from nereus_core.errors import BoundaryTimeout, NereusError, TransitionFailed, UnitLost
 from nereus_core.events import EventLog, Recovered, RunFinished, RunStarted, TransitionFinished
 from nereus_core.knowledge import Knowledge
@@ -166,6 +166,18 @@ class Controller:
         found = self._decide(wake, begin_s)
         if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
             self._act(found)
+        return found.decision
+
+    def go_to(self, plan: Plan, why: str) -> Decision:
+        """Carry out, at this boundary, a transition that somebody else has decided on.
+
+        Raises:
+            StateLost, NoFeasiblePlan, TransitionFailed: as `at_boundary` does.
+        """
+        found = asked_for(plan, why, self._now, self._known, self._compile(plan, UnitMap()))
+        self._log.emit(found.decision.event())
+        self._notify("nereus_decided", decision=found.decision)
+        self._act(found)
         return found.decision
 
     def finished(self, outcome: str) -> None:

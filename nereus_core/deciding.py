@@ -131,6 +131,28 @@ def _best(
     return best(cost, lengths, wide, now.plan)
 
 
+def asked_for(
+    plan: Plan, why: str, now: Situation, known: Knowledge, graph: TransitionGraph
+) -> Decided:
+    """Wrap what somebody else has decided."""
+    decision = Decision(
+        step=known.step,
+        trigger="none",
+        path="opportunistic",
+        admitted=True,
+        rule=why,
+        current_plan=now.plan,
+        candidate_plan=plan,
+        current_s=None,
+        candidate_s=None,
+        saving_s=None,
+        transition_s=None,
+        crossing=None,
+        decision_s=0.0,
+    )
+    return Decided(decision, graph, known.cost.on(now.job))
+
+
 def _unchanged(
     wake: Wake,
     now: Situation,

@@ -42,7 +42,7 @@ class Fault(StrEnum):
     REFUSE_MEMORY = "refuse memory"
     """An allocation is refused."""
     CORRUPT = "corrupt"
-    """State that is on its way arrives changed: the next bucket transferred, if one is."""
+    """State of the primitive that is on its way arrives changed, if any is."""
 
 
 @dataclass(frozen=True, slots=True)

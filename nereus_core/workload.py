@@ -179,6 +179,8 @@ class Job:
     num_steps: int | None = None
     """RL steps that the job runs in all, where it has said so: no saving outlives it."""
     recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks share out the activations that they would all hold otherwise."""
     sharded_optimizer: bool = False
     """Units of a train stage share its optimizer state out among themselves (ZeRO stage 1)."""
 

@@ -28,6 +28,12 @@ def harness(suite: Suite) -> Iterator[Harness]:
 
 
 @pytest.fixture(scope="session")
+def num_trials(request: pytest.FixtureRequest) -> int:
+    """How many transitions with a fault are tried."""
+    return int(request.config.getoption("--trials"))
+
+
+@pytest.fixture(scope="session")
 def arrange(suite: Suite, harness: Harness) -> Arranger:
     """Launch a job: ``arrange(Stage.TRAIN, Layout(2, 1), num_units=1, spare=1)``."""
     return Arranger(suite, harness)

@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="an option of the adapter's harness, e.g. pool=ray",
     )
     group.addoption("--conformance-report", metavar="FILE", help="write a JSON report to FILE")
+    group.addoption("--trials", type=int, default=8, help="transitions with a fault; 8 by default")
     group.addoption("--seed", type=int, default=0, help="seed of random orders and walks")
 
 

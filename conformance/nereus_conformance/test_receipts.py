@@ -25,7 +25,7 @@ _BUILDERS: dict[Kind, tuple[Layout, int, Callable[[Subject], Primitive]]] = {
 }
 
 
-def _arranged(suite: Suite, arrange: Arranger, stage: Stage) -> tuple[Subject, Primitive]:
+def arranged(suite: Suite, arrange: Arranger, stage: Stage) -> tuple[Subject, Primitive]:
     """Launch a job and build the first primitive that the adapter can do on a stage."""
     for kind, (layout, units, build) in _BUILDERS.items():
         if suite.holds((kind, stage)):
@@ -39,7 +39,7 @@ def test_replayed_op_returns_its_receipt(suite: Suite, arrange: Arranger, stage:
 
     If this fails, check that receipts are kept by op_id and looked up first.
     """
-    subject, op = _arranged(suite, arrange, stage)
+    subject, op = arranged(suite, arrange, stage)
     with subject.boundary():
         receipt = subject.perform(op)
         units, memory = subject.units, subject.memory()
@@ -57,7 +57,7 @@ def test_receipt_lists_created_ended_acquired_released(suite: Suite, arrange: Ar
 
     If this fails, check that the sets are those of `primitives.acquired` and `released`.
     """
-    subject, op = _arranged(suite, arrange, Stage.TRAIN)
+    subject, op = arranged(suite, arrange, Stage.TRAIN)
     before = subject.units
     with subject.boundary():
         receipt = subject.perform(op)
@@ -95,7 +95,7 @@ def test_elapsed_is_wall_seconds(suite: Suite, arrange: Arranger) -> None:
 
     If this fails, check the clock and its unit.
     """
-    subject, op = _arranged(suite, arrange, Stage.TRAIN)
+    subject, op = arranged(suite, arrange, Stage.TRAIN)
     with subject.boundary():
         start_s = time.perf_counter()
         receipt = subject.perform(op)

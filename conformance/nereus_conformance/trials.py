@@ -1,204 +1,305 @@
-"""Fault trials: a random transition, one fault in one phase of it, and the question what is left.
+"""Trials: seeded transitions with one fault in each, over any harness, and what became of them.
 
-A trial is a function of its seed. It launches the harness's job under a random plan, runs a step,
-lets one fault strike in the transition to another random plan, has a controller go on from what is
-intact, and runs another step. What it asserts: the job goes on with the state it had, to the bit,
-and with the losses of a run that nothing happened to; or it stops with StateLost, and then there
-really is no copy left. Nothing ever waits without end.
+A trial launches a job, takes a step, and has a controller carry out a transition while a fault
+strikes. Then the job must step on with exactly the state that an uninterrupted run holds (SHA-256
+of every tensor of every unit), or stop with a named error; in either case before the time is up.
+
+    python -m nereus_conformance.trials --adapter sim --trials 2000 --json
+    python -m nereus_conformance.trials --adapter sim --matrix conformance/README.md
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import json
 import random
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+from nereus_conformance import hookspecs
 from nereus_core.adapter import Adapter
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
-from nereus_core.errors import NereusError, StateLost, TransitionFailed, UnitLost
-from nereus_core.events import EventLog
+from nereus_core.errors import NereusError, SeatDead, StateLost, UnitLost
+from nereus_core.events import Event, EventLog, Recovered, TransitionFinished
 from nereus_core.harness import Fault, Harness, StepResult
 from nereus_core.layout import Layout
 from nereus_core.phases import Phase
-from nereus_core.plan import Placement, Plan
-from nereus_core.primitives import Destroy
-from nereus_core.transition import compile_transition, execute
+from nereus_core.plan import Placement, Plan, plan_problems
+from nereus_core.primitives import OpId, touched
+from nereus_core.registry import Registry
+from nereus_core.transition import Journal, compile_transition
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Job, ModelStage
 
+KILL_CONTROLLER, CANCEL = "kill the controller", "cancel"
+FAULTS: tuple[str, ...] = (*Fault, KILL_CONTROLLER, CANCEL)
+LAYOUTS = (
+    *[Layout(1, 1)] * 4,
+    Layout(2, 1),
+    Layout(2, 1),
+    Layout(1, 2),
+    Layout(2, 2),
+    Layout(4, 1),
+)
+"""Drawn with equal odds: small ones more often, so that there are copies to go on from."""
 TOLERANCE = 1e-9
-"""Relative, of losses in float64: sums over a batch are taken in another order."""
-LIMIT_S = 120.0
-"""A trial that takes longer counts as a hang; each wait inside has a limit far below. Chosen."""
-_FORMS = ((1, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1))
-"""tp, pp, dp of plans on four devices."""
+"""Relative, of a loss in float64 that is summed in another order: TARGETS T11."""
+ATTEMPTS = 3
+"""Attempts at a step after a loss; as `nereus_core.runner.MAX_LOSSES_IN_A_ROW`."""
 
 
-class TrialFailed(NereusError):
-    """What must never happen has happened; says in which trial."""
-
-    def __init__(self, trial: Trial, problem: str) -> None:
-        super().__init__(f"{trial}: {problem}.")
+class ControllerKilled(BaseException):
+    """The controller's process is gone: nothing that is an Exception is caught by anybody."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What strikes, where and when."""
+    """What is launched, where it shall go, and what goes wrong."""
 
-    seed: int
     before: Plan
     after: Plan
-    fault: Fault
-    op_index: int
+    fault: str
     phase: Phase
-    device: Device | None
-
-    @classmethod
-    def drawn(cls, seed: int, job: Job) -> Trial:
-        """Draw a trial whose transition does something and parks nothing."""
-        chance = random.Random(seed)
-        while True:
-            before, after = _plan(chance, job), _plan(chance, job)
-            graph = compile_transition(_units(before), after, job, prefix="t")
-            if graph.ops and not any(isinstance(op, Destroy) and op.park for op in graph.ops):
-                break
-        device = chance.choice([None, *job.cluster.devices])
-        fault, phase = chance.choice(list(Fault)), chance.choice(list(Phase))
-        return cls(seed, before, after, fault, chance.randrange(len(graph.ops)), phase, device)
+    op_index: int
 
     def __str__(self) -> str:
-        where = self.device or "a device of it"
-        return (
-            f"seed {self.seed}: {self.fault} of {where} in {self.phase} of primitive "
-            f"{self.op_index} of [{self.before}] to [{self.after}]"
-        )
+        where = f"{self.phase} of primitive {self.op_index}"
+        return f"{self.fault} in {where}: {self.before} -> {self.after}"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a trial ended."""
+class Result:
+    """What became of a trial."""
 
     trial: Trial
     outcome: str
-    """``done``, ``rolled back``, ``recovered`` from lost devices, or ``state lost``."""
-    cause: str
-    """What was raised, if anything."""
+    problem: str | None
+    """What must not be: lost state, a hang, an error without a name. None is good."""
     elapsed_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Keeper:
-    """How a harness's job is saved and resumed, where it can be."""
+class Tripwire(Journal):
+    """A journal that does something as a phase of the n-th primitive is announced."""
 
-    save: Callable[[], None]
-    resume: Callable[[], Adapter]
-    """Start it again from what was saved, on whatever devices are there."""
+    def __init__(self, path: Path, op_index: int, phase: Phase, then: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._order: list[OpId] = []
+        self._at, self._then = (op_index, phase), then
+
+    def enter(self, op_id: OpId, phase: Phase) -> None:
+        """Announce a phase; the wire is tripped once it is on disk."""
+        super().enter(op_id, phase)
+        if op_id not in self._order:
+            self._order.append(op_id)
+        if (self._order.index(op_id), phase) == self._at:
+            self._at = (-1, phase)
+            self._then()
 
 
-def undisturbed(harness: Harness, job: Job) -> list[StepResult]:
-    """Return the steps of a run that nothing happens to."""
-    one = Placement.packed(Layout(1, 1), job.cluster.healthy[:1])
-    harness.launch(job, Plan(dict.fromkeys(job.workload.stages, one)))
-    return [harness.step() for _ in range(2)]
+@runtime_checkable
+class Keeps(Protocol):
+    """What a harness has besides whose jobs can be saved: a lost state is then resumed."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the job; ``folder`` is replaced."""
+        ...
+
+    def resume(self, folder: Path) -> Adapter:
+        """Start the job from a checkpoint, on other devices and in another layout."""
+        ...
 
 
-def run_trial(
-    harness: Harness,
-    trial: Trial,
-    expected: Sequence[StepResult],
-    keeper: Keeper | None = None,
-    *,
-    transition_s: float = LIMIT_S / 2,
-) -> Verdict:
-    """Run a trial.
+class Trials:
+    """Runs trials on one harness.
 
     Args:
-        harness: Of the job; each trial launches it anew.
-        trial: What strikes.
-        expected: Of `undisturbed`.
-        keeper: Saves before the transition; asked to resume when state is lost.
-        transition_s: Longest that a transition may take, and what a primitive that never returns
-            costs.
-
-    Raises:
-        TrialFailed: state, losses, units or time are not what they must be.
+        harness: Launches the jobs.
+        folder: For journals and checkpoints.
+        limit_s: A trial that takes longer counts as a hang.
+        hang_s: Wall seconds for the primitives of a transition.
     """
-    start_s = time.perf_counter()
-    job = harness.job()
-    adapter = harness.launch(job, trial.before)
-    _same_step(trial, harness.step(), expected[0])
-    if keeper is not None:
-        keeper.save()
-    state = _state(harness, adapter)
-    config = NereusConfig.of({"policy": {"delta": 1000.0}, "timeouts": {"primitive_s": LIMIT_S}})
-    controller = Controller(adapter, config, EventLog(None, time.monotonic), _nobody)
-    harness.fail_at(trial.fault, trial.op_index, trial.phase, trial.device)
-    outcome, cause = _transition(trial, adapter, job, transition_s)
-    try:
-        _require_state(trial, harness, adapter, state, f"after it was {outcome}")
-        if outcome == "lost" or _damaged(adapter, trial, outcome):
-            outcome = "recovered"
-            controller.at_boundary()
-            _require_state(trial, harness, adapter, state, "after the recovery")
-        _same_step(trial, _stepped(harness, controller), expected[1])
-    except StateLost as lost:
-        outcome, cause = "state lost", f"{cause} {lost}"
-        _require_none_left(trial, adapter, lost)
-        if keeper is not None:
-            adapter = keeper.resume()
-            _require_state(trial, harness, adapter, state, "after it was resumed")
-            _same_step(trial, harness.step(), expected[1])
-    elapsed_s = time.perf_counter() - start_s
-    if elapsed_s > LIMIT_S:
-        raise TrialFailed(trial, f"it took {elapsed_s:.0f} s, a hang")
-    return Verdict(trial, outcome, cause, elapsed_s)
 
+    def __init__(
+        self, harness: Harness, folder: Path, *, limit_s: float = 60.0, hang_s: float = 20.0
+    ) -> None:
+        self._harness, self._folder = harness, folder
+        self._limit_s, self._hang_s = limit_s, hang_s
+        self._job = harness.job()
+        self._count = 0
+        self._fixed: StepResult | None = None
 
-def _transition(trial: Trial, adapter: Adapter, job: Job, timeout_s: float) -> tuple[str, str]:
-    graph = compile_transition(adapter.units(), trial.after, job, prefix="t")
-    with adapter.boundary(job.workload.stages, timeout_s=LIMIT_S):
+    def draw(self, seed: int) -> Trial:
+        """Draw a trial."""
+        rng = random.Random(seed)
+        while True:
+            before, after = self._plan(rng), self._plan(rng)
+            num_ops = len(compile_transition(_units(before), after, self._job, prefix="t").ops)
+            if num_ops:
+                break
+        fault, phase = rng.choice(FAULTS), rng.choice(list(Phase))
+        return Trial(before, after, fault, phase, rng.randrange(num_ops))
+
+    def _plan(self, rng: random.Random) -> Plan:
+        devices = self._job.cluster.healthy
+        while True:
+            placed = {}
+            for stage in self._job.workload.stages:
+                layout = rng.choice(LAYOUTS)
+                most = len(devices) // layout.num_devices
+                dp = rng.choice([most, rng.randint(1, most)])
+                chosen = rng.sample(devices, dp * layout.num_devices)
+                placed[stage] = Placement.packed(layout, tuple(sorted(chosen)))
+            if not plan_problems(plan := Plan(placed), self._job):
+                return plan
+
+    def run(self, trial: Trial) -> Result:
+        """Run one."""
+        fixed = self._fixed_step(trial.before)
+        begin_s = time.monotonic()
+        adapter = self._harness.launch(self._job, trial.before)
+        self._harness.step()
+        saved = self._folder / "saved"
+        if isinstance(self._harness, Keeps):
+            self._harness.save(saved)
+        units = adapter.units()
+        wanted = {stage: self._state(units.of(stage)[0].id) for stage in units.stages()}
+        events: list[Event] = []
+        outcome, problem = "", None
+        with EventLog(None, time.monotonic) as log, ExitStack() as opened:
+            log.subscribe(lambda event, at_s: events.append(event))
+            try:
+                controller = self._transition(trial, adapter, log, opened)
+                controller.at_boundary()
+                problem = self._changed(adapter, wanted)
+                problem = problem or self._stepped(adapter, controller, wanted, fixed)
+                outcome = _outcome(events)
+            except StateLost as error:
+                outcome = "StateLost named"
+                copies = [u for u in adapter.units() if str(u.model_stage) == str(error.stage)]
+                problem = f"{error}, but {copies[0]} is intact" if copies else None
+                if isinstance(self._harness, Keeps):
+                    outcome = "StateLost named, resumed"
+                    resumed = self._harness.resume(saved)
+                    problem = problem or self._changed(resumed, wanted, resumed=True)
+                    problem = problem or self._as_ever(self._harness.step(), fixed)
+            except NereusError as error:
+                outcome, problem = f"{type(error).__name__} named", self._changed(adapter, wanted)
+            except Exception as error:  # whatever it is, it has no name of ours
+                outcome, problem = "broken", f"{type(error).__name__}: {error}"
+        elapsed_s = time.monotonic() - begin_s
+        if elapsed_s > self._limit_s:
+            problem = f"took {elapsed_s:.0f} s, more than {self._limit_s:g} s"
+        return Result(trial, outcome, problem, elapsed_s)
+
+    def _transition(
+        self, trial: Trial, adapter: Adapter, log: EventLog, opened: ExitStack
+    ) -> Controller:
+        """Carry the transition out while the fault strikes; returns who goes on from there."""
+        self._count += 1
+        path = self._folder / f"journal-{self._count}"
+        running: list[Controller] = []
+
+        def trip() -> None:
+            if trial.fault == KILL_CONTROLLER:
+                raise ControllerKilled
+            running[0].cancel()
+
+        if trial.fault in (KILL_CONTROLLER, CANCEL):
+            journal: Journal = Tripwire(path, trial.op_index, trial.phase, trip)
+        else:
+            journal = Journal(path)
+            device = _device(trial, adapter, self._job)
+            self._harness.fail_at(Fault(trial.fault), trial.op_index, trial.phase, device)
+        opened.enter_context(closing(journal))
+        running.append(self._controller(adapter, log, journal))
         try:
-            execute(
-                graph,
-                adapter,
-                log=EventLog(None, time.monotonic),
-                timeout_s=timeout_s,
-                verify=True,
-            )
-            adapter.relink(trial.after)
-        except TransitionFailed as failure:
-            return ("rolled back" if failure.rolled_back else "lost"), str(failure.cause)
-        except NereusError as error:  # a device went between the last primitive and the relink
-            return "lost", str(error)
-    return "done", ""
+            running[0].go_to(trial.after, "a trial")
+        except ControllerKilled:
+            _wait_for_threads(self._limit_s)
+            journal.close()
+            again = opened.enter_context(closing(Journal(path)))
+            running[0] = self._controller(adapter, log, again)
+            running[0].recover()
+        return running[0]
 
+    def _controller(self, adapter: Adapter, log: EventLog, journal: Journal) -> Controller:
+        config = NereusConfig.of(
+            {"timeouts": {"primitive_s": self._hang_s, "boundary_s": self._limit_s}}
+        )
+        return Controller(adapter, config, log, lambda hook, **values: None, journal=journal)
 
-def _stepped(harness: Harness, controller: Controller) -> StepResult:
-    """Run a step; a device that turns out to be lost in it is one more thing to recover from."""
-    for _ in range(2):
-        try:
-            return harness.step()
-        except UnitLost:
-            controller.at_boundary()
-    return harness.step()
+    def _stepped(
+        self,
+        adapter: Adapter,
+        controller: Controller,
+        wanted: Mapping[ModelStage, str],
+        fixed: StepResult,
+    ) -> str | None:
+        """Step as `nereus run` does; say what is wrong with the step."""
+        for attempt in range(ATTEMPTS):
+            try:
+                result = self._harness.step()
+                break
+            except (UnitLost, SeatDead):
+                if attempt + 1 == ATTEMPTS:
+                    raise
+                controller.at_boundary()
+                if problem := self._changed(adapter, wanted):
+                    return problem
+        return self._as_ever(result, fixed)
 
+    def _as_ever(self, result: StepResult, fixed: StepResult) -> str | None:
+        """Say what is wrong with a step."""
+        if (result.step, result.sample_ids) != (fixed.step, fixed.sample_ids):
+            return f"step {result.step} consumed {result.sample_ids}, not {fixed.sample_ids}"
+        for model, loss in fixed.losses.items():
+            if abs(result.losses[model] - loss) > TOLERANCE * abs(loss):
+                return f"the loss of {model} is {result.losses[model]!r}, uninterrupted {loss!r}"
+        return None
 
-def _damaged(adapter: Adapter, trial: Trial, outcome: str) -> bool:
-    """Whether units are missing although the transition ended well."""
-    wanted = _units(trial.after if outcome == "done" else trial.before)
-    return _places(adapter.units()) != _places(wanted)
+    def _fixed_step(self, plan: Plan) -> StepResult:
+        """Return the second step of an uninterrupted run; it is the same under every plan."""
+        if self._fixed is None:
+            self._harness.launch(self._job, plan)
+            self._harness.step()
+            self._fixed = self._harness.step()
+        return self._fixed
 
+    def _changed(
+        self, adapter: Adapter, wanted: Mapping[ModelStage, str], *, resumed: bool = False
+    ) -> str | None:
+        """Say which unit alive holds other state than its stage had.
 
-def _places(units: UnitMap) -> list[tuple[ModelStage, Layout, tuple[Device, ...]]]:
-    return sorted((u.model_stage, u.layout, u.devices) for u in units.values())
+        Stages that follow a train stage take its weights in the next step of a resumed job.
+        """
+        follows = {n.model_stage for n in self._job.workload.nodes if n.weights_from is not None}
+        for unit in adapter.units():
+            if resumed and unit.model_stage in follows:
+                continue
+            if self._state(unit) != wanted[unit.model_stage]:
+                return f"{unit} holds other state than the uninterrupted run"
+        return None
+
+    def _state(self, unit: UnitId) -> str:
+        digest = hashlib.sha256()
+        for name, array in sorted(self._harness.peek(unit).items()):
+            digest.update(name.encode())
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
 
 def _units(plan: Plan) -> UnitMap:
-    """Return the units that a job starts with."""
     return UnitMap(
         Unit(UnitId(stage, serial), placement.layout, devices)
         for stage, placement in plan.items()
@@ -206,62 +307,146 @@ def _units(plan: Plan) -> UnitMap:
     )
 
 
-def _plan(chance: random.Random, job: Job) -> Plan:
-    placements = {}
-    for stage in job.workload.stages:
-        tp, pp, dp = chance.choice(_FORMS)
-        devices = tuple(chance.sample(job.cluster.devices, tp * pp * dp))
-        placements[stage] = Placement.packed(Layout(tp, pp), devices)
-    return Plan(placements)
+def _device(trial: Trial, adapter: Adapter, job: Job) -> Device | None:
+    """Return a device of the primitive to be struck."""
+    graph = compile_transition(adapter.units(), trial.after, job, prefix="t0")
+    return min(touched(graph.topological()[trial.op_index], graph.atlas))
 
 
-def _fixed(stage: ModelStage) -> bool:
-    """Whether a transition may not change what a stage holds: it trains, or is frozen."""
-    return stage.stage is not Stage.GENERATE
+def _wait_for_threads(timeout_s: float) -> None:
+    """Wait for what the killed controller's primitives were doing: its threads die with it."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("nereus t"):
+            thread.join(timeout_s)
 
 
-def _state(harness: Harness, adapter: Adapter) -> dict[ModelStage, str]:
-    """Return a SHA-256 of the state of every stage whose units are all alike."""
-    units = adapter.units()
-    stages = [s for s in units.stages() if _fixed(s)]
-    return {stage: _sha256(harness, units.of(stage)[0].id) for stage in stages}
+def _outcome(events: Iterable[Event]) -> str:
+    """Say in a word or two how a trial went on."""
+    ended = [e.outcome for e in events if isinstance(e, TransitionFinished)]
+    recovered = [e.outcome for e in events if isinstance(e, Recovered)]
+    if recovered:
+        return recovered[0]
+    if "rolled_back" in ended:
+        return "old plan goes on"
+    return "goes through" if ended == ["done"] else "replanned"
 
 
-def _sha256(harness: Harness, unit: UnitId) -> str:
-    found = hashlib.sha256()
-    state = harness.peek(unit)
-    for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name].tobytes())
-    return found.hexdigest()
+# --- The fault matrix ---------------------------------------------------------------------------
 
 
-def _require_state(
-    trial: Trial, harness: Harness, adapter: Adapter, state: dict[ModelStage, str], when: str
-) -> None:
-    for unit in adapter.units():
-        if _fixed(unit.model_stage) and _sha256(harness, unit) != state[unit.model_stage]:
-            raise TrialFailed(trial, f"{unit} holds other state {when}")
-
-
-def _require_none_left(trial: Trial, adapter: Adapter, lost: StateLost) -> None:
-    stage = str(lost.stage)
-    if left := [u for u in adapter.units() if str(u.model_stage) == stage]:
-        raise TrialFailed(trial, f"{lost} But {left[0]} is intact")
-
-
-def _same_step(trial: Trial, found: StepResult, expected: StepResult) -> None:
-    if (found.step, found.sample_ids) != (expected.step, expected.sample_ids):
-        raise TrialFailed(
-            trial, f"step {found.step} of {found.sample_ids}, expected {expected.step} of "
-            f"{expected.sample_ids}",
-        )  # fmt: skip
-    for model, loss in expected.losses.items():
-        if abs(found.losses[model] - loss) > TOLERANCE * max(1.0, abs(loss)):
-            raise TrialFailed(
-                trial, f"step {found.step}: loss of {model} {found.losses[model]!r}, not {loss!r}"
+def matrix(trials: Trials, job: Job) -> dict[str, dict[str, str]]:
+    """Run every fault in every phase, with a second copy of the state and without; by title."""
+    d = job.cluster.healthy
+    one, two = Layout(1, 1), Layout(2, 1)
+    rest = {
+        ACTOR_GENERATE: Placement(one, ((d[2],), (d[3],))),
+        REF_INFER: Placement(one, ((d[2],), (d[3],))),
+    }
+    arrangements = {
+        "two copies, merged": (Placement(one, ((d[0],), (d[1],))), Placement(two, (d[:2],))),
+        "one copy, split": (Placement(two, (d[:2],)), Placement(one, ((d[0],), (d[1],)))),
+    }
+    return {
+        f"{fault}, {title}": {
+            phase: _cell(
+                trials.run(
+                    Trial(
+                        Plan({ACTOR_TRAIN: before, **rest}),
+                        Plan({ACTOR_TRAIN: after, **rest}),
+                        fault,
+                        phase,
+                        0,
+                    )
+                )
             )
+            for phase in Phase
+        }
+        for fault in FAULTS
+        for title, (before, after) in arrangements.items()
+    }
 
 
-def _nobody(hook: str, **kwargs: object) -> None:
-    """Tell no plugin."""
+def _cell(result: Result) -> str:
+    return result.outcome if result.problem is None else f"WRONG: {result.problem}"
+
+
+def table(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Write a matrix as a table in Markdown."""
+    head = ["fault", *Phase]
+    rows = [[name, *cells.values()] for name, cells in found.items()]
+    lines = ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
+    return "\n".join(lines)
+
+
+def marks(adapter: str, tier: str) -> tuple[str, str]:
+    """Return the lines between which the README has the matrix of an adapter."""
+    return f"<!-- matrix {adapter} {tier} -->", f"<!-- end {adapter} {tier} -->"
+
+
+def replaced(text: str, adapter: str, tier: str, rows: str) -> str:
+    """Put a matrix between its marks; raises ValueError where the text has none."""
+    begin, end = marks(adapter, tier)
+    head, _, rest = text.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise ValueError(f"no line {begin!r} followed by {end!r}")
+    return f"{head}{begin}\n{rows}\n{end}{tail}"
+
+
+def report(results: Sequence[Result], elapsed_s: float) -> dict[str, object]:
+    """Sum trials up."""
+    wrong = [r for r in results if r.problem]
+    return {
+        "trials": len(results),
+        "wrong": [f"{r.trial}: {r.problem}" for r in wrong],
+        "outcomes": dict(Counter(r.outcome for r in results).most_common()),
+        "by_fault": {
+            fault: dict(Counter(r.outcome for r in results if r.trial.fault == fault))
+            for fault in FAULTS
+        },
+        "slowest_s": round(max((r.elapsed_s for r in results), default=0.0), 3),
+        "elapsed_s": round(elapsed_s, 1),
+    }
+
+
+def harness_of(adapter: str, tier: str) -> Harness:
+    """Ask an installed adapter for its harness; raises NereusError where it has none."""
+    registry = Registry.load()
+    registry.add_hookspecs(hookspecs)
+    found: Harness | None = registry.ask(
+        adapter, "nereus_conformance_harness", tier=tier, options={}
+    )
+    if found is None:
+        raise NereusError(f"adapter {adapter!r} has no harness for tier {tier!r}.")
+    return found
+
+
+def main() -> int:
+    """Run trials, or the matrix; says by its exit code whether anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--adapter", default="sim")
+    parser.add_argument("--tier", default="contract")
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    parser.add_argument("--matrix", metavar="README", help="write the fault matrix into this file")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args()
+    harness = harness_of(chosen.adapter, chosen.tier)
+    with closing(harness), tempfile.TemporaryDirectory() as folder:
+        trials = Trials(harness, Path(folder))
+        if chosen.matrix:
+            rows = table(matrix(trials, harness.job()))
+            path = Path(chosen.matrix)
+            text = replaced(path.read_text("utf-8"), chosen.adapter, chosen.tier, rows)
+            path.write_text(text, "utf-8")
+            print(rows)
+            return "WRONG" in rows
+        begin_s = time.monotonic()
+        seeds = range(chosen.seed, chosen.seed + chosen.trials)
+        found = report([trials.run(trials.draw(s)) for s in seeds], time.monotonic() - begin_s)
+    print(json.dumps(found, indent=None if chosen.json else 2))
+    return bool(found["wrong"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

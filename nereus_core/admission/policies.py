@@ -69,11 +69,13 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     """The saving repays the transition before the trigger is expected to cross again.
 
     First hysteresis: a cooldown after each transition, and a least relative saving. Then the lower
-    bound of the saving, over the expected steps, against the upper bound of the cost. A saving too
-    uncertain for that may be tried where trying is cheap: a transition can be taken back, and the
-    plan is judged again once it has been seen running (`nereus_core.knowledge`). The stake of a
-    trial is the upper bound of two transitions and, for the steps until it is judged, the loss at
-    the lower bound; what is expected of the steps that remain has to be worth that.
+    bound of the saving, over the expected steps, against the upper bound of the cost: what passes
+    repays even if both are as bad as they may be.
+
+    What does not may still be worth a trial, since a transition can be taken back and the plan is
+    judged again once it has been seen running (`nereus_core.knowledge`). The expected saving then
+    has to be worth the stake: the upper bound of the cost and, where the saving may be a loss, the
+    way back and the loss at the lower bound until it is judged.
     """
     since = offer.steps_since_transition
     if since is not None and since < policy.cooldown_steps:
@@ -98,14 +100,15 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     if repaid:
         return Verdict(True, rule)
     trial = max(1, policy.cooldown_steps)
-    gain_s = offer.saving_s.mean_s * max(0.0, steps - trial)
-    stake_s = 2 * cost_s + trial * max(0.0, -low_s)
+    gain_s, stake_s = offer.saving_s.mean_s * steps, cost_s
+    if low_s < 0:
+        gain_s = offer.saving_s.mean_s * max(0.0, steps - trial)
+        stake_s = 2 * cost_s - trial * low_s
     worth = gain_s > 0 and gain_s >= stake_s
     return Verdict(
         worth,
-        f"{rule}; trial: {offer.saving_s.mean_s:.3g} s per step expected over the steps after the "
-        f"first {trial} = {gain_s:.3g} s, {'worth' if worth else 'not worth'} a stake of "
-        f"{stake_s:.3g} s, there and back",
+        f"{rule}; trial: {gain_s:.3g} s expected are {'worth' if worth else 'not worth'} a stake "
+        f"of {stake_s:.3g} s{', there and back' if low_s < 0 else ''}",
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from nereus_core.cluster import Device
 from nereus_core.cost.compute import stage_work, sync_work
 from nereus_core.cost.corrections import Between, Scale
+from nereus_core.cost.coverage import NOISE, Coverage
 from nereus_core.cost.curves import Curves, curves_of
 from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
@@ -19,6 +20,7 @@ from nereus_core.cost.kernels import prior_fractions
 from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.op_classes import FloatArray
+from nereus_core.cost.peaks import Peaks
 from nereus_core.cost.shapes import Options, RankShapes
 from nereus_core.cost.step import Cell, StepCost, makespan, options_of, regions
 from nereus_core.cost.transition import primitive_work
@@ -33,6 +35,11 @@ _MISFIT = 0.065
 error of a white-box model of this form on vTrain's measured multi-node plans."""
 _PRIOR = cast(EfficiencyTable, None)
 """Stands for the conservative prior of the job's cluster."""
+
+
+def _spread(step_s: float, deviation_s: float) -> float:
+    """Deviation of the log of one measured step: the model's own, and the noise of measuring."""
+    return math.hypot(deviation_s / step_s, NOISE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +88,8 @@ class CostModel:
     """With which each bound of an interval holds."""
     between: Between = field(default_factory=Between)
     scale: Scale = field(default_factory=Scale)
+    peaks: Peaks = field(default_factory=Peaks)
+    coverage: Coverage = field(default_factory=Coverage)
     curves: Curves | None = None
     """What is known for the job's kind of device where none is given."""
     # Kept by identity (hashing a thousand devices takes longer), with the object so that it lives.
@@ -117,8 +126,13 @@ class CostModel:
         total, critical = makespan(self.job.workload, busy_s, self._regions(plan))
         deviation = self.efficiencies.deviation(self._parts(stages, critical, 1.0))
         total += self.between.seconds
-        step = Interval.relative(total, deviation / total, self.confidence)
+        step = self._interval(total, deviation)
         return StepCost(step, seconds, {s: t for s, t in sync_s.items() if t > 0}, critical)
+
+    def _interval(self, step_s: float, deviation_s: float) -> Interval:
+        """Bounds that hold as often as they say, by what earlier steps missed theirs by."""
+        width = math.exp(self.coverage.deviations(self.confidence) * _spread(step_s, deviation_s))
+        return Interval(step_s, step_s / width, step_s * width)
 
     def saving(self, current: Plan, candidate: Plan, lengths: Lengths) -> Interval:
         """Predict how many seconds per step a candidate is faster; what both share cancels.
@@ -162,8 +176,11 @@ class CostModel:
             sync[expand],
             self.efficiencies.seconds(stage, work)[expand],
             (sync @ self.efficiencies.inverse * self.between.sync_factor)[expand],
-            persistent_bytes(job, stage, shapes)[expand],
-            transient_bytes(job, stage, rows, shapes, lengths, waves)[expand],
+            persistent_bytes(job, stage, rows, shapes)[expand],
+            (
+                self.peaks.factor(stage)
+                * transient_bytes(job, stage, rows, shapes, lengths, waves)
+            )[expand],
         )
 
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
@@ -198,22 +215,54 @@ class CostModel:
         """Learn from a measured step under a plan; a step without responses teaches nothing."""
         if not observation.response_tokens.count:
             return self
-        stages = self._stages(plan, Lengths.of(observation))
+        lengths = Lengths.of(observation)
+        stages = self._stages(plan, lengths)
         measured_s = {s: t for s, t in observation.stage_s.items() if s in plan and t > 0}
         efficiencies = self.efficiencies.refined(
             {s: (stages.work[s], t) for s, t in sorted(measured_s.items())},
             efficiency=observation.efficiency,
             first_step=observation.step <= 0,
         )
-        refined = replace(self, efficiencies=efficiencies)
+        refined = replace(
+            self,
+            efficiencies=efficiencies,
+            peaks=self._peaks_seen(plan, lengths, observation.peak_bytes),
+        )
         if set(measured_s) == set(plan) and observation.step > 0 and observation.step_s > 0:
             inverse, met = efficiencies.inverse, self._regions(plan)
             synced = {s: t + float(stages.sync[s] @ inverse) for s, t in measured_s.items()}
             alone_s, _ = makespan(self.job.workload, measured_s, met)
             synced_s, _ = makespan(self.job.workload, synced, met)
             between = self.between.seen(observation.step_s - alone_s, synced_s - alone_s)
-            refined = replace(refined, between=between)
+            coverage = self._coverage_seen(plan, lengths, observation.step_s)
+            refined = replace(refined, between=between, coverage=coverage)
         return refined
+
+    def _coverage_seen(self, plan: Plan, lengths: Lengths, measured_s: float) -> Coverage:
+        """Compare a step with what was predicted before it, given its lengths."""
+        stages = self._stages(plan, lengths)
+        predicted = self.step(plan, lengths)
+        step_s = predicted.step.mean_s
+        deviation_s = self.efficiencies.deviation(self._parts(stages, predicted.critical, 1.0))
+        miss = abs(math.log(measured_s / step_s)) / _spread(step_s, deviation_s)
+        return self.coverage.seen(miss, self.confidence)
+
+    def _peaks_seen(self, plan: Plan, lengths: Lengths, measured: Mapping[Device, int]) -> Peaks:
+        """Correct, per region of devices, the stage that makes its peak."""
+        rows = {
+            s: (t, -1 if at is None else at) for s, (t, at) in self._rows(plan, lengths).items()
+        }
+        peaks = self.peaks
+        for cell, devices in self._regions(plan).items():
+            highest = max((measured.get(d, 0) for d in devices), default=0)
+            if highest <= 0:
+                continue
+            runs = {s: float(rows[s][0].transient_bytes[rows[s][1]]) for s in sorted(cell)}
+            stays = sum(float(rows[s][0].persistent_bytes[rows[s][1]]) for s in runs)
+            stage = max(runs, key=lambda s: runs[s])
+            uncorrected = runs[stage] / self.peaks.factor(stage)
+            peaks = peaks.seen(stage, uncorrected, highest - stays)
+        return peaks
 
     def refined_transition(self, predicted_s: float, measured_s: float) -> CostModel:
         """Learn from one finished primitive or transition."""

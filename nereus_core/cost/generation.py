@@ -84,7 +84,7 @@ def add_generation(
     prompt = lengths.prompt_mean
 
     # Evicted sequences are prefilled again, with what they had generated.
-    tokens = sequences * prompt + evicted_tokens(lengths, job.global_batch, sequences, slots)
+    tokens = sequences * prompt + evicted_tokens(lengths, sequences, slots)
     chunk = np.minimum(np.maximum(slots * prompt, 1.0), _CHUNK_TOKENS)
     chunks = tokens / chunk
     products = layer_gemm_s(kernels.gemm, spec, model, shapes, chunk, each)

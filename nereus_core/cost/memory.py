@@ -17,9 +17,16 @@ _LOGITS_BYTES = 4
 """Logits are float32 on every framework studied."""
 
 
-def persistent_bytes(job: Job, stage: ModelStage, shapes: RankShapes) -> FloatArray:
+def persistent_bytes(
+    job: Job, stage: ModelStage, options: Options, shapes: RankShapes
+) -> FloatArray:
     """Bytes kept between steps: parameters, and moments and master copies where it trains."""
-    return shapes.params * job.precision.kept_bytes(stage.stage)
+    precision = job.precision
+    kept = np.full(len(options), float(precision.kept_bytes(stage.stage)))
+    if stage.stage is Stage.TRAIN and job.sharded_optimizer:
+        optimizer = precision.train_bytes - precision.param_bytes
+        kept = precision.param_bytes + optimizer / options.dp
+    return np.asarray(shapes.params * kept)
 
 
 def transient_bytes(
@@ -45,14 +52,22 @@ def transient_bytes(
     logits = 2 * _LOGITS_BYTES * (shapes.vocab if model.head == "lm" else 1.0) * tokens
     # Kept for backward per token and layer: block inputs, normed inputs (twice), q, k, v, attention
     # output; gate, up, activation, product (Korthikanti et al. 2022 without dropout and scores).
-    kept = 4 * model.hidden + 2 * shapes.query + 2 * shapes.kv + 4 * shapes.intermediate
+    # With sequence parallelism each rank keeps its part of what all ranks hold otherwise.
+    whole = model.hidden / (options.tp if job.sequence_parallel else np.ones(len(options)))
+    kept = 4 * whole + 2 * shapes.query + 2 * shapes.kv + 4 * shapes.intermediate
     if stage.stage is Stage.INFER:
         return np.asarray(logits + kept * each * tokens)
-    # One-forward-one-backward: the first pipeline rank holds pp micro-batches at once.
+    # One-forward-one-backward: the first pipeline rank holds pp micro-batches at once, the last one
+    # and its logits.
     in_flight = np.minimum(options.pp, np.ceil(sequences / job.micro_batch))
     gradients = shapes.params * job.precision.grad_bytes
-    activations = kept * each * tokens * shapes.layers * in_flight
-    return np.asarray(gradients + activations + 1.5 * logits)
+    if job.recompute == "full":
+        first = (whole * shapes.layers * in_flight + kept) * each * tokens
+        last = (whole * shapes.layers + kept) * each * tokens
+    else:
+        first = kept * each * tokens * shapes.layers * in_flight
+        last = kept * each * tokens * shapes.layers
+    return np.asarray(gradients + np.maximum(first, last + 1.5 * logits))
 
 
 def wave_ladder(job: Job, stage: ModelStage) -> tuple[int, ...]:

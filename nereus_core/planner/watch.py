@@ -132,7 +132,8 @@ class Watch:
         return current_s <= per_s * self._others.least_s(by) + allowed_s
 
     def _comparable(self, cost: CostModel) -> bool:
-        return cost.headroom == self.cost.headroom and cost.job == self.cost.job
+        same = cost.headroom == self.cost.headroom and cost.peaks.factors == self.cost.peaks.factors
+        return same and cost.job == self.cost.job
 
     def _rates(self, cost: CostModel) -> tuple[float, float]:
         """Factors that no stage has become slower or faster by since."""

@@ -58,4 +58,4 @@ class Strike:
             case Fault.REFUSE_MEMORY if phase.may_abort:
                 raise OutOfDeviceMemory(f"{phase} of {op}", device, 1, 0)
             case Fault.CORRUPT:
-                self._job.world.corrupt_next()
+                self._job.world.corrupt(op.op_id)

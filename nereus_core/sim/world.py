@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ class World:
         self._draining: frozenset[Device] = frozenset()
         self._lock = threading.RLock()
         self._faults: list[tuple[Callable[[str], bool], Callable[[], None]]] = []
-        self._corrupt = False
+        self._corrupt: set[object] = set()
 
     # --- Health -------------------------------------------------------------------------------
 
@@ -210,9 +210,15 @@ class World:
         for _, then in due:
             then()
 
-    def corrupt_next(self) -> None:
-        """Let the next part that is carried arrive changed."""
-        self._corrupt = True
+    def corrupt(self, name: object) -> None:
+        """Let what is carried under this name arrive changed."""
+        self._corrupt.add(name)
+
+    def spoil(self, name: object, seals: Sequence[Seal]) -> None:
+        """Change what has arrived under a name, where `corrupt` says so."""
+        if name in self._corrupt and seals:
+            self._corrupt.remove(name)
+            seals[0].store.arrays[seals[0].slot, seals[0].tensor][seals[0].place] += 1
 
     # --- Links --------------------------------------------------------------------------------
 
@@ -242,9 +248,6 @@ class World:
                 part = source.arrays[slot, route.tensor][inside]
                 seals.append(Seal(target, slot, route.tensor, place, _checksum(part)))
                 target.arrays[slot, route.tensor][place] = part
-                if self._corrupt:
-                    self._corrupt = False
-                    target.arrays[slot, route.tensor][place] += 1
                 if route.is_local:
                     kept += part.nbytes
                 else:

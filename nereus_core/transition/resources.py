@@ -8,6 +8,7 @@ from nereus_core.primitives import Kind, OpId, Primitive
 from nereus_core.transition.draft import Draft, Node, bits
 from nereus_core.transition.graph import Edge, EdgeKind
 from nereus_core.transition.room import Room, is_ample
+from nereus_core.transition.schedule import soonest
 from nereus_core.transition.sequence import Dismantle, Sequencer
 from nereus_core.units import Unit, UnitMap
 from nereus_core.workload import Job
@@ -45,6 +46,7 @@ def ordered(
             break
         except Dismantle as found:
             nodes = _dismantled(nodes, found.node)
+    sequence = soonest(draft, sequence, job, Room(job, units) if tight else None)
     _add_device_edges(draft, sequence, sequencer.squeezed)
     place = {node: i for i, node in enumerate(sequence)}
     ids = [OpId(f"{prefix}/{i}") for i in range(len(sequence))]

@@ -79,6 +79,23 @@ class Room:
         for unit in node.made:
             self._add(unit, 1)
 
+    def copy(self) -> Room:
+        """Return another room that starts as this one is."""
+        other = Room(self._job, ())
+        other._held, other._sizes = dict(self._held), self._sizes
+        return other
+
+    def taken(self, node: Node) -> bool:
+        """Let a primitive happen if it fits as it is, staged or not; say whether it did."""
+        limit = node.staging_bytes
+        if limit is None:
+            fits = self.blocked(node) is None
+        else:
+            fits = self.fits_staged(node) and limit <= self.left(node)
+        if fits:
+            self.take(node)
+        return fits
+
     def refuse(self, node: Node, device: Device, what: str) -> Infeasible:
         """Say that a unit does not fit on a device."""
         need = max(self._size(unit).get(device, 0) for unit in node.made)

@@ -102,12 +102,14 @@ def run(
     progress = Progress(set(done))
     try:
         _drain(graph, adapter, conditions, progress, watch, clock)
-    finally:
-        if progress.running:
-            watch.end()  # and stays: whoever wakes up hears that it is over
-            progress.uncertain = watch.committing(progress.running)
-        else:
-            adapter.watch(None)
+    except BaseException:
+        watch.end()
+        raise
+    if progress.running:
+        watch.end()  # and it stays: whoever wakes up hears that it is over
+        progress.uncertain = watch.committing(progress.running)
+    else:
+        adapter.watch(None)
     return progress
 
 

@@ -43,6 +43,8 @@ class Sequencer:
         """By stage: whether a unit is there throughout, as it is or changed in place."""
         for node in self._nodes:
             self._standing[node.stage] -= node.park
+        self._makers: list[dict[int, None]] = [{} for _ in alive]
+        """By stage: nodes taken that have made a unit which stays."""
         self._freed: list[list[int]] = [[] for _ in alive]
         """By stage: Destroys that go first as they are."""
         self._open = [set(node.waits) for node in self._nodes]
@@ -79,6 +81,8 @@ class Sequencer:
             early -= node not in late
             self._taken[node] = True
             done.append(node)
+            if any(map(self._goes_on, self._nodes[node].made)):
+                self._makers[self._nodes[node].stage][node] = None
             if self._nodes[node].destroys and not self._anchored[self._nodes[node].stage]:
                 self._secure(node)
             if self._room:
@@ -135,17 +139,12 @@ class Sequencer:
         node = self._nodes[destroy]
         if node.park or destroy in self._freed[node.stage]:
             return
-        makers = [
-            i
-            for i, other in enumerate(self._nodes)
-            if self._taken[i]
-            and other.stage == node.stage
-            and any(self._goes_on(u) for u in other.made)
-        ]
-        if makers and node.waits.keys().isdisjoint(makers):
-            text = f"{self._nodes[makers[0]].made[0].id} stands first"
-            node.waits[makers[0]] = (EdgeKind.STATE, text)
+        makers = self._makers[node.stage]
         if makers:
+            if not any(first in makers for first in node.waits):
+                first = next(iter(makers))
+                text = f"{self._nodes[first].made[0].id} stands first"
+                node.waits[first] = (EdgeKind.STATE, text)
             return
         node.park = self._standing[node.stage] == 1
         self._standing[node.stage] -= 1

@@ -9,8 +9,8 @@ policies run with the default configuration, and start from the same plan.
   layout with DP scaling (``dp-scaling-only``) on the length-growth trace.
 * ``growth_to_1024``: T6. Bar: transitions take at most 0.1% of a 1,000-step run that grows to
   1,024 GPUs in six.
-* ``algorithms``: T12. Start-up configurations of verl-like and OpenRLHF-like placement (`starts`)
-  against a run of Nereus that starts from each.
+* ``algorithms``: T12. Start-up configurations of verl-like and OpenRLHF-like placement
+  (`scenarios.starts`) against a run of Nereus that starts from each.
 
     NEREUS_DATA=../shared/data python tests/benchmarks/replay.py [--json] [--quick]
 """
@@ -24,10 +24,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
-import starts
-import traces
+from rich.console import Console
+from rich.table import Table
+from scenarios import starts, traces
 
 from nereus_core.cluster import Cluster, DeviceSpec, LinkSpec
 from nereus_core.config import Admission, NereusConfig
@@ -268,20 +269,37 @@ def main() -> None:
         show(result)
 
 
-def show(result: Mapping[str, object]) -> None:
-    """Print as indented lines."""
-
-    def lines(value: object, depth: int) -> None:
-        if not isinstance(value, Mapping):
-            return
-        for key, inner in value.items():
-            if isinstance(inner, Mapping):
-                print(f"{'  ' * depth}{key}")
-                lines(inner, depth + 1)
-            else:
-                print(f"{'  ' * depth}{key:<28} {inner}")
-
-    lines(result, 0)
+def show(result: Mapping[str, Any]) -> None:
+    """Print tables."""
+    console = Console()
+    head = ("policy", "s/step", "transitions", "in transitions", "infeasible", "decision")
+    for name, found in result["traces"].items():
+        table = Table(
+            *head,
+            title=f"{name} (simulated), {found['steps']} steps: payback "
+            f"{found['below_fixed_percent']}% below the fixed layout with DP scaling, "
+            f"{found['worst_against_percent']:+}% against the best other policy",
+        )
+        for policy, row in found["policies"].items():
+            table.add_row(
+                policy,
+                f"{row['s_per_step']}",
+                f"{row['transitions']}",
+                f"{row['transition_percent']}%",
+                f"{row['infeasible_steps']} steps",
+                f"{row['decision_ms']} ms",
+            )
+        console.print(table)
+    if "growth_to_1024" in result:
+        console.print("growth to 1,024 GPUs (simulated):", result["growth_to_1024"])
+    if "algorithms" in result:
+        table = Table("algorithm", "started as", "fixed s/step", "Nereus s/step", "throughput",
+                      title="start-up configurations (simulated)")  # fmt: skip
+        for name, styles in result["algorithms"].items():
+            for style, row in styles.items():
+                figures = (row["fixed_s_per_step"], row["nereus_s_per_step"])
+                table.add_row(name, style, *map(str, figures), f"x {row['throughput_ratio']}")
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ peak of memory. In the same run, on processes like the seats and the same tensor
 bandwidth of the machine, and the peers of `paths/`, one file each, which say what they reproduce.
 
 Bars (TARGETS T7, T8): a restart from a checkpoint takes >= 50 times, torch Distributed Checkpoint
-through disk >= 10 times as long as the transition; every named peer is beaten; bytes moved equal the
-lower bound; peak memory of state < 2x; the cost of an added replica is flat within 1.5x; and state
-crosses at >= 70% of the copy bandwidth.
+through disk >= 10 times as long as the transition; every named peer is beaten; bytes moved equal
+the lower bound; peak memory of state < 2x; the cost of an added replica is flat within 1.5x; and
+state crosses at >= 70% of the copy bandwidth.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import contextlib
 import json
 import mmap
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -110,11 +111,12 @@ class Bench:
         running, target = self.running, self.target(train)
         before = running.units
         self._number += 1
+        say(f"to {train}")
         pids = [running.fleet.pool.pid(d) for d in sorted(running.fleet.pool.alive)]
         held = {pid: _memory(pid, "VmRSS") for pid in pids}
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), _cpu_s(pids) + time.process_time()
         graph = compile_transition(before, target, running.job, prefix=f"b{self._number}")
         with (
             self.adapter.boundary(graph.stages, timeout_s=60),
@@ -123,6 +125,7 @@ class Bench:
             outcome = execute(graph, self.adapter, log=log, timeout_s=120)
             self.adapter.relink(target)
         seconds = time.perf_counter() - begin_s
+        cpu_s = _cpu_s(pids) + time.process_time() - begin_cpu_s
         units, bound, kept = before, 0, 0
         for op in graph.topological():
             receipt = outcome.receipts[op.op_id]
@@ -131,6 +134,7 @@ class Bench:
             units = units.replace(receipt.ended, receipt.created)
         return {
             "seconds": seconds,
+            "cpu_s": round(cpu_s, 3),
             "moved_bytes": outcome.moved_bytes,
             "lower_bound_bytes": bound,
             "kept_bytes": kept,
@@ -148,8 +152,20 @@ class Bench:
         return min(found, key=_seconds) | {"all_seconds": [round(f["seconds"], 4) for f in found]}
 
 
+def say(what: str) -> None:
+    """Tell on stderr what runs."""
+    print(f"{time.strftime('%H:%M:%S')} {what} ...", file=sys.stderr, flush=True)
+
+
 def _seconds(found: dict[str, Any]) -> float:
     return float(found["seconds"])
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """Processor seconds of some processes so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text(encoding="ascii") for pid in pids]
+    ticks = sum(int(t) for stat in stats for t in stat.rsplit(")", 1)[1].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(pid: int, what: str) -> int:
@@ -184,15 +200,6 @@ def grow(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
         }
 
 
-def copy_bandwidth(spec: ModelSpec, targets: int) -> dict[str, float]:
-    """GB/s of that many processes that copy at once, in sum."""
-    scenario = Scenario("copy", (ONE, *[None] * targets), (ONE, *[ONE] * targets))
-    with crew(spec, scenario) as processes:
-        found = [processes.run("copying").marks for _ in range(REPEATS)]
-    total = scenario.lower_bound(spec) / 1e9
-    return {name: total / min(marks[name] for marks in found) for name in ("new", "warm")}
-
-
 def touch(num_bytes: int) -> None:
     """Use as much memory as the run will, once.
 
@@ -212,15 +219,17 @@ def _fill(num_bytes: int) -> None:
 def restart(model: dict[str, Any]) -> dict[str, Any]:
     """End the job and start it again with one more unit, through a checkpoint on disk.
 
-    The job's own way (`TorchJob.save`, then a start with ``checkpoint.resume``): processes, imports,
-    modules and state anew. The files are in the page cache when they are read, which a restart on
-    other machines would not find.
+    The job's own way (`TorchJob.save`, then a start with ``checkpoint.resume``): processes,
+    imports, modules and state anew. The files are in the page cache when they are read, which a
+    restart on other machines would not find.
     """
+    say("restart")
     with tempfile.TemporaryDirectory(prefix="nereus-bench-") as folder:
         where = Path(folder)
         running = start(config(where, model, 2, "tp1pp1dp1"))
         try:
             running.step()
+            plan = planned(running.job, {"actor/train": "tp1pp1dp2"})
             begin_s = time.perf_counter()
             running.save(where / "saved")
             saved_s = time.perf_counter() - begin_s
@@ -230,32 +239,41 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
         resumed = grown.model_copy(
             update={"checkpoint": grown.checkpoint.model_copy(update={"resume": where / "saved"})}
         )
-        running = start(resumed, planned(running.job, {"actor/train": "tp1pp1dp2"}))
+        running = start(resumed, plan)
         seconds = time.perf_counter() - begin_s
         running.close()
     return {"seconds": seconds, "saved_s": saved_s}
 
 
 def against(
-    spec: ModelSpec, scenario: Scenario, change: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Run the peers' paths on a transition; each with its ratio to ours."""
-    with crew(spec, scenario) as processes:
-        runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
-    found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
+    spec: ModelSpec, scenario: Scenario, ours_s: float
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Run the peers' paths on a transition.
+
+    Returns:
+        Each path with its ratio to ours; and the copy bandwidth, GB/s of all ranks that lack
+        something in sum.
+    """
+    say(f"copies and peers on {scenario.name}")
     bound = scenario.lower_bound(spec)
+    with crew(spec, scenario) as processes:
+        copies = [processes.run("copying").marks for _ in range(REPEATS)]
+        runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
+    ceiling = {name: bound / 1e9 / min(marks[name] for marks in copies) for name in ("new", "warm")}
+    found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
     return {
         name: {
             "seconds": round(report.seconds, 3),
-            "times_ours": round(report.seconds / change["seconds"], 1),
+            "times_ours": round(report.seconds / ours_s, 1),
             "moved_bytes": report.moved_bytes,
             "lower_bound_bytes": bound,
+            "cpu_s": round(report.cpu_s, 3),
             "peak_bytes": report.peak_bytes,
             "parts_s": report.marks,
             "all_seconds": [round(made.seconds, 3) for made in runs[name]],
         }
         for name, report in found.items()
-    }
+    }, ceiling
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -264,20 +282,19 @@ def measure(quick: bool) -> dict[str, Any]:
     spec = ModelSpec.from_hf_config(model, name="actor")
     small = ModelSpec.from_hf_config(SMALL, name="actor")
     touch(6 * 12 * max(spec.num_params, small.num_params))
-    ceiling = {targets: copy_bandwidth(spec, targets) for targets in (1, 2)}
     growing = emu(model)
-    small_ceiling = {targets: copy_bandwidth(small, targets) for targets in (1, 2, 4)}
-    grown = grow(SMALL)
+    grown = {} if quick else grow(SMALL)
     restarted = restart(model)
-    rivals = {
-        scenario.name: against(spec, scenario, growing[scenario.name])
-        for scenario in (EXTEND, RELAYOUT)
-    }
-    for name, found in growing.items():
-        _share(found, ceiling[2 if name == "2->4" or name == "pp2->dp2" else 1])
-    for name, found in grown.items():
-        _share(found, small_ceiling[int(name.split("->")[0])])
-    each = {n: f["seconds"] / int(n.split("->")[0]) for n, f in grown.items()}
+    rivals, ceilings = {}, {}
+    for scenario in (EXTEND, RELAYOUT):
+        name = scenario.name
+        rivals[name], ceilings[name] = against(spec, scenario, growing[name]["seconds"])
+    for name, found in {**growing, **{f"small {n}": f for n, f in grown.items()}}.items():
+        alone = name.removeprefix("small ").startswith("1->2")
+        # One process that copies, or two: as many as there are cores here.
+        _share(found, ceilings[EXTEND.name if alone else RELAYOUT.name])
+    steps = grown or {n: growing[n] for n in ("1->2", "2->4")}
+    each = {n: f["seconds"] / int(n.split("->")[0]) for n, f in steps.items()}
     ours, peers = growing["1->2"], rivals["1->2"]
     return {
         "model": "random weights in the shapes of SmolLM2-135M"
@@ -295,8 +312,7 @@ def measure(quick: bool) -> dict[str, Any]:
             "seconds_per_added_replica": {n: round(s, 4) for n, s in each.items()},
             "flatness": round(max(each.values()) / min(each.values()), 2),
         },
-        "copy_gb_per_s": {str(n): _rounded(c) for n, c in ceiling.items()},
-        "copy_gb_per_s_small": {str(n): _rounded(c) for n, c in small_ceiling.items()},
+        "copy_gb_per_s": {name: _rounded(found) for name, found in ceilings.items()},
         "transitions": growing,
         "transitions_small": grown,
         "restart": _rounded(restarted),

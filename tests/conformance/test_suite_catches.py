@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 # Slow and broad: it finds most faults too, so it tells little of the case named after a fault.
-QUICK = "not random_walk and not random_launch"
+QUICK = "not random_walk and not random_launch and not faults_in_transitions"
 
 
 @dataclass
@@ -112,9 +112,22 @@ CAUGHT = {
         "test_loss_follows_the_fixed_layout",
         "test_gradients_match_the_fixed_layout",
         "test_split_keeps_rng_and_step_count",
+        "test_relinking_again_changes_nothing",
     },
     "i11": {"test_extended_rollout_serves_the_source_version"},
     "i12": {"test_job_steps_after_an_error_inside_a_boundary"},
+    "i13": {
+        "test_units_change_between_commit_and_release",
+        "test_abort_before_commit_changes_nothing",
+    },
+    "mute": {
+        "test_phases_are_told_in_order",
+        "test_units_change_between_commit_and_release",
+        "test_abort_before_commit_changes_nothing",
+        "test_error_after_commit_keeps_the_receipt",
+    },
+    "trusting": {"test_corrupted_state_is_caught_before_commit"},
+    "forgetful": {"test_error_after_commit_keeps_the_receipt"},
 }
 
 

@@ -24,6 +24,7 @@ from nereus_core.capabilities import (
 from nereus_core.declaration import AdapterDeclaration, Seam
 from nereus_core.errors import DevicesBusy, Diverged, Unsupported
 from nereus_core.hookspecs import hookimpl
+from nereus_core.phases import Phase, PhaseHook
 from nereus_core.plan import Plan
 from nereus_core.primitives import Destroy, Extend, Merge, Primitive, Split, model_stage_of
 from nereus_core.state import Slot
@@ -177,6 +178,44 @@ class StaysStopped(SimAdapter):
         self._running.gate.open()
 
 
+class SwitchesEarly(SimAdapter):
+    """I13: units have switched when commit is said to begin."""
+
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        def late(op: Primitive, phase: Phase) -> None:
+            if phase is Phase.RELEASE:
+                on_phase(op, Phase.COMMIT)
+            if phase is not Phase.COMMIT:
+                on_phase(op, phase)
+
+        super().watch(late if on_phase else None)
+
+
+class SaysNothing(SimAdapter):
+    """I13: nobody hears of phases."""
+
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        pass
+
+
+class TrustsTheLink(SimAdapter):
+    """I2: what has arrived is not compared with what was sent."""
+
+    def _verify(self, op, fresh, carried) -> None:
+        pass
+
+
+class LosesTheReceipt(SimAdapter):
+    """I5: a primitive that was interrupted after its commit has no receipt."""
+
+    def _once(self, op: Primitive) -> Receipt:
+        try:
+            return super()._once(op)
+        except BaseException:
+            self._ledger._receipts.pop(op.op_id, None)
+            raise
+
+
 def uses_a_framework() -> object:
     """Use a name of the framework that the seam cases' adapters declare as their backend."""
     from pluggy import Result
@@ -221,6 +260,10 @@ ADAPTERS = {
     "i10": Wrong(RepeatsABatch),
     "i11": Wrong(ServesOldWeights),
     "i12": Wrong(StaysStopped, wait_s=5.0),
+    "i13": Wrong(SwitchesEarly),
+    "mute": Wrong(SaysNothing),
+    "trusting": Wrong(TrustsTheLink),
+    "forgetful": Wrong(LosesTheReceipt),
     "refuses": Wrong(CannotSplit, replace(ALL, split=NO_STAGE)),
     "cannot_yet": Wrong(CannotSplit, replace(ALL, split=NOT_YET)),
     "modest": Wrong(SimAdapter, replace(ALL, split=NOT_YET)),
@@ -270,7 +313,8 @@ class WrongHarness(SimHarness):
 
     def launch(self, job, plan) -> SimAdapter:
         super().launch(job, plan)
-        return self._wrong.adapter(self.running_job)
+        self._adapter = self._wrong.adapter(self.running_job)
+        return self._adapter
 
 
 @hookimpl

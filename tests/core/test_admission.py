@@ -71,6 +71,10 @@ def test_an_uncertain_saving_is_tried_where_trying_is_cheap():
     assert not refused.admitted
     assert "not worth a stake of 96.2 s" in refused.rule
     assert not decide(saving=uncertain, crossing=Crossing.certain(2, "devices")).admitted
+    # Where it cannot be a loss, there is no way back to be paid for.
+    sure = Interval(2.0, 0.1, 5.0)
+    assert decide(saving=sure, transition=Interval(80, 70, 99)).admitted
+    assert not decide(saving=sure, transition=Interval(80, 70, 101)).admitted
 
 
 def test_an_infeasible_plan_is_left_whatever_it_costs():

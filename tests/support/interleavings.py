@@ -133,9 +133,11 @@ def small_placements(devices: tuple[Device, ...], layouts: tuple[Layout, ...]) -
     for layout in layouts:
         choices = list(combinations(devices, layout.num_devices))
         for count in range(1, len(devices) // layout.num_devices + 1):
-            for units in combinations(choices, count):
-                if len({d for unit in units for d in unit}) == count * layout.num_devices:
-                    found.append(Placement(layout, units))
+            found += [
+                Placement(layout, units)
+                for units in combinations(choices, count)
+                if len({d for unit in units for d in unit}) == count * layout.num_devices
+            ]
     return found
 
 

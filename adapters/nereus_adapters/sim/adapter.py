@@ -155,6 +155,7 @@ class SimAdapter:
             begin(Phase.TRANSFER)
             carried = sum((self._carry(origin, live) for live in fresh), Carried())
             begin(Phase.VERIFY)
+            job.world.spoil(op.op_id, carried.seals)
             self._verify(op, fresh, carried)
             peaks = {d: max(before[d], job.world.used_bytes(d)) for d in before}
             begin(Phase.COMMIT)

@@ -186,6 +186,7 @@ class TorchAdapter:
             created(op),
             running.item_bytes(stage),
             running.fleet,
+            op.staging_bytes if isinstance(op, Split | Merge) else None,
         )
         self._require_memory(op, move)
         peaks = move.run(

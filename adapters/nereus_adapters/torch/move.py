@@ -36,6 +36,8 @@ class Move:
     routes: tuple[Route, ...]
     item_bytes: Mapping[Slot, int]
     """Slots that move, with the bytes of one element."""
+    staging_bytes: int | None = None
+    """As of a Split or Merge."""
 
     @classmethod
     def plan(
@@ -46,12 +48,13 @@ class Move:
         created: tuple[Unit, ...],
         item_bytes: Mapping[Slot, int],
         fleet: Fleet,
+        staging_bytes: int | None = None,
     ) -> Move:
         """Find the routes; raises KeyError when a part is held by no source."""
         model = fleet.sources[created[0].model_stage.model].spec
         before = [pair for u in sources for pair in placed(model, u.layout, u.devices)]
         after = [pair for u in created for pair in placed(model, u.layout, u.devices)]
-        return cls(name, sources, ending, created, routes(before, after), item_bytes)
+        return cls(name, sources, ending, created, routes(before, after), item_bytes, staging_bytes)
 
     @property
     def moved_bytes(self) -> int:
@@ -76,6 +79,8 @@ class Move:
             if not (route.is_local and route.target in ending):
                 size = route.box.num_elements * sum(self.item_bytes.values())
                 found[route.target] = found.get(route.target, 0) + size
+        if self.staging_bytes is not None:
+            found = {device: min(size, self.staging_bytes) for device, size in found.items()}
         return found
 
     def run(
@@ -230,6 +235,7 @@ class Move:
                 fetched=tuple((r.tensor, r.box) for r in mine if not r.is_local),
                 buckets=tuple(by_rank[numbering[device]]) if device in numbering else (),
                 counters=counters,
+                staging_bytes=self.staging_bytes,
             )
 
         return {device: part(device) for device in sorted(taking_part)}

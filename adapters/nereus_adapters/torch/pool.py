@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import torch
 
+import nereus_adapters
+import nereus_core
 from nereus_adapters.torch.accountant import HUGE_PAGES
 from nereus_adapters.torch.channel import Channel, Pending
 from nereus_adapters.torch.folder import PoolFolder
@@ -188,7 +190,7 @@ class LocalPool:
             descriptors = [told, listener.fileno()]
             # Not multiprocessing's spawn: that would import the user's main module in every seat.
             process = subprocess.Popen(
-                [sys.executable, "-m", "nereus_adapters.torch.serve", *map(str, descriptors)],
+                [sys.executable, "-P", "-m", "nereus_adapters.torch.serve", *map(str, descriptors)],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # gloo greets there
@@ -212,8 +214,7 @@ class LocalPool:
 def _environment() -> dict[str, str]:
     return {
         **os.environ,
-        # The same code as the driver's, wherever it was imported from.
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": os.pathsep.join(_own_paths()),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -221,3 +222,14 @@ def _environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **HUGE_PAGES,
     }
+
+
+def _own_paths() -> list[str]:
+    """Return where this code was imported from, for seats to import the same.
+
+    Not all of sys.path: a file beside the driver's script may bear the name of a package that
+    torch or transformers look for.
+    """
+    packages = [Path(str(module.__file__)) for module in (nereus_core, nereus_adapters)]
+    own = dict.fromkeys(str(file.resolve().parents[1]) for file in packages)
+    return [*own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

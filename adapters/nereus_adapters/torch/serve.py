@@ -28,6 +28,9 @@ from nereus_adapters.torch.folder import PoolFolder
 from nereus_adapters.torch.link import Link, Refused, log
 from nereus_adapters.torch.wire import Call, receive, send_value
 
+_NOTICE_S = 2.0
+"""Longest that the end of a connection takes to be noticed. Chosen, not measured."""
+
 _Work = tuple[Link, Call | None]
 
 
@@ -88,6 +91,10 @@ class Drivers:
                 return
 
     def _let_in(self, peer: socket.socket) -> Link | None:
+        # A driver that was killed a moment ago may not have been seen to be gone yet.
+        if self._current is not None and select.select([self._gone], [], [], _NOTICE_S)[0]:
+            os.read(self._gone, 1)
+            self._current = None
         try:
             if self._current is not None:
                 raise Refused("a peer", "this seat has its driver")

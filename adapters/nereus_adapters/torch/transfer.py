@@ -39,6 +39,9 @@ class Transfer:
         self._fresh: dict[Key, torch.Tensor] = {}
         self._patches: dict[Key, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
         self._adopted: set[str] = set()
+        self._staged_bytes = 0
+        self._in_host: set[int] = set()
+        """Identities of staged tensors that wait in host memory."""
         self._done: set[str] = set()
         self._group: Group | None = None
         self._crossing = Crossing(
@@ -65,14 +68,27 @@ class Transfer:
             for slot in self.part.slots:
                 dtype = self._new.dtype(slot)
                 if old is None or box.intersect(old.box(name)) is None:
-                    self._fresh[slot, name] = self._accountant.empty(box.shape, dtype, self._device)
+                    self._fresh[slot, name] = self._staged(box, dtype)
                 elif old.box(name) == box:
                     self._adopted.add(name)
                 else:
-                    self._patches[slot, name] = [
-                        (b, self._accountant.empty(b.shape, dtype, self._device))
-                        for b in fetched[name]
-                    ]
+                    self._patches[slot, name] = [(b, self._staged(b, dtype)) for b in fetched[name]]
+
+    def _staged(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Make storage for what will arrive: on the device up to the limit, then in host memory."""
+        size, limit = box.num_elements * dtype.itemsize, self.part.staging_bytes
+        if limit is None or self._staged_bytes + size <= limit:
+            self._staged_bytes += size
+            return self._accountant.empty(box.shape, dtype, self._device)
+        tensor = torch.empty(box.shape, dtype=dtype)
+        self._in_host.add(id(tensor))
+        return tensor
+
+    def _drop_staged(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._in_host:
+            self._in_host.discard(id(tensor))
+        else:
+            self._accountant.drop(tensor.nbytes)
 
     def meet(self, ways: Ways, store: torch.distributed.Store) -> None:
         """Look whether neighbors can be read; join the group of those that exchange messages.
@@ -137,7 +153,13 @@ class Transfer:
         found: dict[Key, torch.Tensor] = {}
         for slot in self.part.slots:
             if (slot, name) in self._fresh:
-                found[slot, name] = self._fresh.pop((slot, name))
+                fresh = self._fresh.pop((slot, name))
+                if id(fresh) in self._in_host:
+                    staged = fresh
+                    fresh = self._accountant.empty(staged.shape, staged.dtype, self._device)
+                    fresh.copy_(staged)
+                    self._drop_staged(staged)
+                found[slot, name] = fresh
                 continue
             assert old is not None
             if name in self._adopted:
@@ -150,7 +172,7 @@ class Transfer:
             whole[common.within(box)] = old.tensor(slot, name)[common.within(old.box(name))]
             for patch, tensor in self._patches[slot, name]:
                 whole[patch.within(box)] = tensor
-                self._accountant.drop(tensor.nbytes)
+                self._drop_staged(tensor)
             del self._patches[slot, name]
             self._accountant.drop(old.tensor(slot, name).nbytes)
             self._blank(old, slot, name)
@@ -160,10 +182,10 @@ class Transfer:
     def abandon(self) -> None:
         """Drop what was staged; the units are as they were."""
         for tensor in self._fresh.values():
-            self._accountant.drop(tensor.nbytes)
+            self._drop_staged(tensor)
         for patches in self._patches.values():
             for _, tensor in patches:
-                self._accountant.drop(tensor.nbytes)
+                self._drop_staged(tensor)
         self._fresh.clear()
         self._patches.clear()
         self._new = None

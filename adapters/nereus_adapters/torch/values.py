@@ -143,6 +143,8 @@ class SeatPart:
     """Those this seat sends or receives, in the order that holds for all seats."""
     counters: Mapping[str, int | float]
     """Of the new shard."""
+    staging_bytes: int | None
+    """Most bytes that wait for commit on the seat's device, the rest in host memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from nereus_core.cluster import DeviceSpec
 from nereus_core.cost.kernels.inputs import require_rate, require_sizes
@@ -19,7 +20,7 @@ from nereus_core.cost.shapes import RankShapes
 from nereus_core.model import ModelSpec
 
 
-def smooth_max(a: Column, b: Column) -> FloatArray:
+def smooth_max(a: ArrayLike, b: ArrayLike) -> FloatArray:
     """Fourth-order mean of two regimes: their maximum, 19% more where they are equal."""
     square = np.square(np.square(a)) + np.square(np.square(b))
     return np.asarray(np.sqrt(np.sqrt(square)))

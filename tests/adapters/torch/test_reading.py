@@ -224,7 +224,7 @@ def test_a_bucket_that_arrives_changed_is_not_committed(harness, tools, may_read
     before = tools.sha256(harness.peek(hand.ids(ACTOR_TRAIN)[0]))
     with tools.at_boundary(adapter):
         harness.pool.call(hand.devices[1], "fail_at", phase="transfer", kind="corrupt").wait(60)
-        with pytest.raises(Garbled, match="arrived changed .rank 0 to rank 1.; nothing was comm"):
+        with pytest.raises(Garbled, match=r"arrived changed .* nothing was committed"):
             hand.extend(Layout(1, 1), [1])
         assert len(hand.ids(ACTOR_TRAIN)) == 1
         assert harness.memory_bytes(hand.devices[1]) == 0

@@ -56,6 +56,6 @@ class Score:
             len(truth), float(errors.mean()), float(p50), float(p90), float(errors.max()), inside
         )
 
-    def as_dict(self) -> dict[str, float]:
-        """The same as a plain mapping."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, float | None]:
+        """The same as a plain mapping; what is not known is None."""
+        return {k: None if np.isnan(v) else v for k, v in asdict(self).items()}

@@ -57,10 +57,15 @@ class ServingRow:
         return MODELS[self.model]
 
     @property
+    def order(self) -> int:
+        """A number in [0, 2^32) that has nothing to do with the row's values."""
+        digest = hashlib.sha256(f"{SPLIT_SEED} {self.row_id}".encode()).digest()
+        return int.from_bytes(digest[:4])
+
+    @property
     def held_out(self) -> bool:
         """Whether the internal split tests on it."""
-        digest = hashlib.sha256(f"{SPLIT_SEED} {self.row_id}".encode()).digest()
-        return int.from_bytes(digest[:4]) < HELD_OUT * 2**32
+        return self.order < HELD_OUT * 2**32
 
 
 def read(folder: Path) -> list[ServingRow]:

@@ -51,5 +51,3 @@ def path(role: Role) -> None:
         role.timed("warm", warm)
         role.moved_bytes += total
         into.clear()
-        del source
-        mapped.close()

@@ -2,9 +2,10 @@
 
 What is reproduced: the checkpoint and retrieval path (Wang et al., SOSP 2023, sections 3-5): every
 rank copies its state into host memory and sends it to the host memory of a peer in small chunks
-(here 32 MiB, double-buffered sends), so that two copies exist; after a change a rank gets its state
-from the nearest checkpoint, which it then loads onto its device. A planned change needs a checkpoint
-of this boundary. The restart of the training processes, which Gemini also pays, is left out.
+(here 32 MiB, several in flight), so that two copies exist; after a change a rank gets its state
+from the nearest checkpoint, which it then loads onto its device. A planned change needs a
+checkpoint of this boundary. The restart of the training processes, which Gemini also pays, is left
+out.
 """
 
 from __future__ import annotations

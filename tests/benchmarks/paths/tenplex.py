@@ -1,10 +1,11 @@
 """Tenplex: a partitioned checkpoint in memory, re-sliced over HTTP.
 
-What is reproduced: the state transformer (Wagenländer et al., SOSP 2024, sections 4-5): state leaves
-the job as a parallelizable tensor collection in each worker's tensor store (an in-memory file
-system); on a change each worker fetches the parts of its new sub-collection from the stores that
-have them, over HTTP, tensor by tensor, into its own store; the job then loads it from there. Only
-missing tensors are fetched. The restart of the job's processes, which Tenplex also pays, is left out.
+What is reproduced: the state transformer (Wagenländer et al., SOSP 2024, sections 4-5): state
+leaves the job as a parallelizable tensor collection in each worker's tensor store (an in-memory
+file system); on a change each worker fetches the parts of its new sub-collection from the stores
+that have them, over HTTP, tensor by tensor, into its own store; the job then loads it from there.
+Only missing tensors are fetched. The restart of the job's processes, which Tenplex also pays, is
+left out.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 What is reproduced: the path of DeepSpeed's universal checkpointing (Lian et al., USENIX ATC 2025;
 `deepspeed/checkpoint/ds_to_universal.py`): ranks save their distributed checkpoint with torch.save;
 a conversion extracts each parameter's fragments and writes them as ``fp32.pt``, ``exp_avg.pt`` and
-``exp_avg_sq.pt`` in a folder per parameter; every rank of the new layout then loads the files of its
-parameters. Nothing is flushed to the disk itself (`fsync`), which is in its favor. The restart of the
-job's processes, which UCP also needs, is left out.
+``exp_avg_sq.pt`` in a folder per parameter; every rank of the new layout then loads the files of
+its parameters. Nothing is flushed to the disk itself (`fsync`), which is in its favor. The restart
+of the job's processes, which UCP also needs, is left out.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Half of each table, drawn with a seed, is fitted; the other half is predicted. C
 system.class; precisions other than bfloat16 are information. Products of fewer than 2 GFLOP mostly
 time launches and caches, so the larger ones are shown beside all. Needs the ``bench`` extra.
 
-    python tests/benchmarks/kernels.py [--data DIR] [--json | --priors]
+    python tests/benchmarks/kernel_times.py [--data DIR] [--json | --priors]
 
 ``--priors`` prints the parameters fitted to all rows as ``nereus_core/cost/kernels/measured.py``.
 """

@@ -1,6 +1,6 @@
 """Traces for the replay benchmark, read from the validation data (see its README for sources).
 
-    NEREUS_DATA=../shared/data python tests/benchmarks/traces.py    # says what there is
+    NEREUS_DATA=../shared/data python tests/benchmarks/scenarios/traces.py    # says what there is
 
 The folder is read from ``NEREUS_DATA``; where it is absent, readers raise FileNotFoundError.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from nereus_core.sim.replay import Trace
 from nereus_core.workload import ACTOR_GENERATE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPOT = ("parcae_hh_55_65", "parcae_lh_80_90", "parcae_hl_15_25", "parcae_ll_10_11", "bamboo_p3")
 _QUANTILES = 200
 """Response lengths that a distribution is kept as."""
