@@ -177,10 +177,9 @@ class CostModel:
             self.efficiencies.seconds(stage, work)[expand],
             (sync @ self.efficiencies.inverse * self.between.sync_factor)[expand],
             persistent_bytes(job, stage, rows, shapes)[expand],
-            (
-                self.peaks.factor(stage)
-                * transient_bytes(job, stage, rows, shapes, lengths, waves)
-            )[expand],
+            (self.peaks.factor(stage) * transient_bytes(job, stage, rows, shapes, lengths, waves))[
+                expand
+            ],
         )
 
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
