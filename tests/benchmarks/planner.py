@@ -4,7 +4,7 @@ Bars (TARGETS T1): at least 20 times SCIP at 32 and 1,500 times at 1,024; a plan
 100 MB at 1,024; 'the current plan is still within delta' within 0.17 ms at 32.
 
 Milliseconds are of processor time, SCIP's limit too: both sides run on one thread, so that this is
-what the clock shows on a quiet machine, and a busy one does not change it; cold_wall_ms is the clock.
+what the clock shows on a quiet machine, busy or not now; cold_wall_ms is what it showed.
 Per number of GPUs (nodes of eight) and workload, in one run:
   cold_ms   a first plan: tables, search, devices and predicted step; nothing kept from before
   warm_ms   a plan around the current one after response lengths grew by a quarter
