@@ -111,7 +111,6 @@ class Bench:
         running, target = self.running, self.target(train)
         before = running.units
         self._number += 1
-        say(f"to {train}")
         pids = [running.fleet.pool.pid(d) for d in sorted(running.fleet.pool.alive)]
         held = {pid: _memory(pid, "VmRSS") for pid in pids}
         for pid in pids:
@@ -123,9 +122,9 @@ class Bench:
             EventLog(None, time.monotonic) as log,
         ):
             outcome = execute(graph, self.adapter, log=log, timeout_s=120)
-            self.adapter.relink(target)
         seconds = time.perf_counter() - begin_s
         cpu_s = _cpu_s(pids) + time.process_time() - begin_cpu_s
+        say(f"to {train}: {seconds:.3f} s")
         units, bound, kept = before, 0, 0
         for op in graph.topological():
             receipt = outcome.receipts[op.op_id]
@@ -154,7 +153,7 @@ class Bench:
 
 def say(what: str) -> None:
     """Tell on stderr what runs."""
-    print(f"{time.strftime('%H:%M:%S')} {what} ...", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
 
 def _seconds(found: dict[str, Any]) -> float:
