@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paths.crew import Scenario, crew
+from paths.crew import Crew, Report, Scenario, crew
 
 from nereus_adapters.torch.adapter import TorchAdapter
 from nereus_adapters.torch.job import TorchJob
@@ -256,9 +256,11 @@ def against(
     say(f"copies and peers on {scenario.name}")
     bound = scenario.lower_bound(spec)
     with crew(spec, scenario) as processes:
-        copies = [processes.run("copying").marks for _ in range(REPEATS)]
-        runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
-    ceiling = {name: bound / 1e9 / min(marks[name] for marks in copies) for name in ("new", "warm")}
+        copies = [repeat(processes, "copying") for _ in range(REPEATS)]
+        runs = {name: [repeat(processes, name) for _ in range(REPEATS)] for name in PEERS}
+    ceiling = {
+        name: bound / 1e9 / min(made.marks[name] for made in copies) for name in ("new", "warm")
+    }
     found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
     return {
         name: {
@@ -273,6 +275,13 @@ def against(
         }
         for name, report in found.items()
     }, ceiling
+
+
+def repeat(processes: Crew, name: str) -> Report:
+    """Run a path once more."""
+    report = processes.run(name)
+    say(f"{name}: {report.seconds:.3f} s, {report.marks}")
+    return report
 
 
 def measure(quick: bool) -> dict[str, Any]:
