@@ -10,7 +10,6 @@ import numpy as np
 from nereus_core.cluster import Device
 from nereus_core.workload import ModelStage
 
-
 QUANTILE_LEVELS = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0)
 """Parts of the sequences that are no longer than `TokenStats.quantiles`; closer in the tail, which
 decides when generation ends."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from nereus_conformance import hookspecs
 from nereus_core.adapter import Adapter
@@ -106,12 +107,25 @@ class Tripwire(Journal):
             self._then()
 
 
+@runtime_checkable
+class Keeps(Protocol):
+    """What a harness has besides whose jobs can be saved: a lost state is then resumed."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the job; ``folder`` is replaced."""
+        ...
+
+    def resume(self, folder: Path) -> Adapter:
+        """Start the job from a checkpoint, on other devices and in another layout."""
+        ...
+
+
 class Trials:
     """Runs trials on one harness.
 
     Args:
         harness: Launches the jobs.
-        folder: For journals.
+        folder: For journals and checkpoints.
         limit_s: A trial that takes longer counts as a hang.
         hang_s: Wall seconds for the primitives of a transition.
     """
@@ -155,6 +169,9 @@ class Trials:
         begin_s = time.monotonic()
         adapter = self._harness.launch(self._job, trial.before)
         self._harness.step()
+        saved = self._folder / "saved"
+        if isinstance(self._harness, Keeps):
+            self._harness.save(saved)
         units = adapter.units()
         wanted = {stage: self._state(units.of(stage)[0].id) for stage in units.stages()}
         events: list[Event] = []
@@ -171,6 +188,11 @@ class Trials:
                 outcome = "StateLost named"
                 copies = [u for u in adapter.units() if str(u.model_stage) == str(error.stage)]
                 problem = f"{error}, but {copies[0]} is intact" if copies else None
+                if isinstance(self._harness, Keeps):
+                    outcome = "StateLost named, resumed"
+                    resumed = self._harness.resume(saved)
+                    problem = problem or self._changed(resumed, wanted, resumed=True)
+                    problem = problem or self._as_ever(self._harness.step(), fixed)
             except NereusError as error:
                 outcome, problem = f"{type(error).__name__} named", self._changed(adapter, wanted)
             except Exception as error:  # whatever it is, it has no name of ours
@@ -235,6 +257,10 @@ class Trials:
                 controller.at_boundary()
                 if problem := self._changed(adapter, wanted):
                     return problem
+        return self._as_ever(result, fixed)
+
+    def _as_ever(self, result: StepResult, fixed: StepResult) -> str | None:
+        """Say what is wrong with a step."""
         if (result.step, result.sample_ids) != (fixed.step, fixed.sample_ids):
             return f"step {result.step} consumed {result.sample_ids}, not {fixed.sample_ids}"
         for model, loss in fixed.losses.items():
@@ -250,9 +276,17 @@ class Trials:
             self._fixed = self._harness.step()
         return self._fixed
 
-    def _changed(self, adapter: Adapter, wanted: Mapping[ModelStage, str]) -> str | None:
-        """Say which unit alive holds other state than its stage had."""
+    def _changed(
+        self, adapter: Adapter, wanted: Mapping[ModelStage, str], *, resumed: bool = False
+    ) -> str | None:
+        """Say which unit alive holds other state than its stage had.
+
+        Stages that follow a train stage take its weights in the next step of a resumed job.
+        """
+        follows = {n.model_stage for n in self._job.workload.nodes if n.weights_from is not None}
         for unit in adapter.units():
+            if resumed and unit.model_stage in follows:
+                continue
             if self._state(unit) != wanted[unit.model_stage]:
                 return f"{unit} holds other state than the uninterrupted run"
         return None
@@ -379,7 +413,9 @@ def harness_of(adapter: str, tier: str) -> Harness:
     """Ask an installed adapter for its harness; raises NereusError where it has none."""
     registry = Registry.load()
     registry.add_hookspecs(hookspecs)
-    found: Harness | None = registry.ask(adapter, "nereus_conformance_harness", tier=tier)
+    found: Harness | None = registry.ask(
+        adapter, "nereus_conformance_harness", tier=tier, options={}
+    )
     if found is None:
         raise NereusError(f"adapter {adapter!r} has no harness for tier {tier!r}.")
     return found

@@ -103,7 +103,7 @@ class Passes:
         owned = shapes.params / (options.dp if sharded else 1.0)
         return cls(
             micro_batches=micro_batches,
-            rounds=micro_batches + options.pp - 1,
+            rounds=np.asarray(micro_batches + options.pp - 1, dtype=np.float64),
             layer_passes=one * (1 + _BACKWARD * trains + recomputes),
             head_passes=one * head_passes,
             sums=sums,
@@ -118,7 +118,7 @@ class Passes:
             head_bytes=16 * shapes.vocab * tokens * has_head,
             kernels=KERNELS_PER_LAYER * layers + KERNELS_PER_PASS,
             boundary_bytes=tokens * model.hidden * each,
-            messages=(options.pp > 1) * (1.0 + trains),
+            messages=np.where(options.pp > 1, 1.0 + trains, 0.0).astype(np.float64),
             tp=options.tp.astype(np.float64),
             dp=options.dp.astype(np.float64),
             tp_rails=_tp_rails(job.cluster, options),
@@ -179,8 +179,8 @@ def price(passes: Passes, cluster: Cluster, curves: Curves) -> FloatArray:
     # Gradients are summed over units while the last micro-batch's backward pass still computes.
     summing = Work(len(p.tokens))
     ways = np.where(p.dp_crosses, p.dp_rails, 1.0) * curves.gradient_rate
-    gathers = p.gathered_bytes > 0
-    add_all_reduce(summing, cluster, p.dp_crosses, p.dp, p.gradient_bytes / ways, ~gathers)
+    gathers = (p.gathered_bytes > 0).astype(np.float64)
+    add_all_reduce(summing, cluster, p.dp_crosses, p.dp, p.gradient_bytes / ways, 1.0 - gathers)
     for size in (p.gradient_bytes, p.gathered_bytes):  # reduce-scatter, all-gather
         add_all_gather(summing, cluster, p.dp_crosses, p.dp, size / ways, gathers)
     sum_s = summing.table @ inverse

@@ -2,6 +2,7 @@
 
 Each benchmark is a script that prints one JSON object when given ``--json``; figures are ratios
 taken in one run. A benchmark that fails is shown and makes the exit code 1; the others still run.
+Those that take minutes have ``--quick``, which they are given unless ``--full`` is asked for.
 """
 
 from __future__ import annotations
@@ -17,20 +18,26 @@ from typing import Any
 TIMEOUT_S = 1200  # chosen: twice the longest benchmark on 2 cores
 
 
-def run(script: Path) -> dict[str, Any]:
+def run(script: Path, full: bool) -> dict[str, Any]:
     """Return the script's own JSON with its seconds, or its error."""
     begin_s = time.perf_counter()
+    has_quick = '"--quick"' in script.read_text(encoding="utf-8")
     try:
         done = subprocess.run(
-            [sys.executable, str(script), "--json"],
+            [
+                sys.executable,
+                str(script),
+                "--json",
+                *(["--quick"] if has_quick and not full else []),
+            ],
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=3 * TIMEOUT_S if full else TIMEOUT_S,
             check=True,
         )
         found: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        found = {"error": f"no result after {TIMEOUT_S} s"}
+        found = {"error": "no result in time"}
     except subprocess.CalledProcessError as error:
         found = {"error": error.stderr.strip().splitlines()[-1:] or f"exit {error.returncode}"}
     except ValueError as error:
@@ -50,6 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="benchmarks without .py; default: all")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--full", action="store_true", help="without --quick: up to an hour")
     chosen = parser.parse_args()
     scripts = {p.stem: p for p in sorted(Path(__file__).parent.glob("*.py")) if p.stem != "run_all"}
     unknown = sorted(set(chosen.names) - set(scripts))
@@ -58,7 +66,7 @@ def main() -> int:
     results = {}
     for name in chosen.names or scripts:
         print(f"{name} ...", file=sys.stderr)
-        results[name] = run(scripts[name])
+        results[name] = run(scripts[name], chosen.full)
     if chosen.json:
         print(json.dumps(results, indent=2))
     else:

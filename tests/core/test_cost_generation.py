@@ -20,7 +20,7 @@ TOLERANCE = 1.01
 
 def job(batch: int = 256, spec=H100_SXM) -> Job:
     cluster = Cluster.homogeneous(2, 8, spec, NVLINK4, INFINIBAND_NDR)
-    models = {m: LLAMA_3_1_8B for m in ("actor", "ref")}
+    models = dict.fromkeys(("actor", "ref"), LLAMA_3_1_8B)
     return Job(grpo(), models, cluster, batch, 8192, 8192)
 
 

@@ -7,7 +7,8 @@ one of what arrived, which must be equal.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -90,14 +91,18 @@ class Crossing:
                 for (name, box), where in zip(
                     bucket.regions, spots[bucket.source], strict=False
                 ):  # the spots of later buckets stay
-                    fetch(window, where, self._write(bucket.slot, name, box), found)
+                    view = self._write(bucket.slot, name, box)
+                    with self._packed(view):
+                        fetch(window, where, view, found)
                 if spoils():
                     found = self._spoiled(bucket)
                 self._arrived[bucket.source].append(found.intdigest())
             elif bucket.target in ways.readers:
                 found = xxhash.xxh3_64()
                 for name, box in bucket.regions:
-                    digest(self._read(bucket.slot, name, box), found)
+                    view = self._read(bucket.slot, name, box)
+                    with self._packed(view):
+                        digest(view, found)
                 left[bucket.target].append(found.intdigest())
             else:
                 sent.append(bucket)
@@ -107,6 +112,16 @@ class Crossing:
                 spoils,
             )  # fmt: skip
         return {target: tuple(found) for target, found in left.items()}
+
+    @contextmanager
+    def _packed(self, view: torch.Tensor) -> Iterator[None]:
+        """Count the copy in which a region that is not contiguous is digested."""
+        extra = 0 if view.is_contiguous() else view.nbytes
+        self._accountant.take(extra)
+        try:
+            yield
+        finally:
+            self._accountant.drop(extra)
 
     def _spoiled(self, bucket: Bucket) -> xxhash.xxh3_64:
         """Change a bucket where it has arrived, and digest what is there then."""

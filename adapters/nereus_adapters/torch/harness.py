@@ -48,6 +48,8 @@ TINY_CONFIG: Mapping[str, Any] = {
 }
 """4 heads over 2 kv heads, tied embeddings, a vocabulary that 4 does not divide."""
 _SEED = 0
+_HANG_S = 6.0
+"""Longest wait for a seat while one is to hang: above any phase on a busy machine. Chosen."""
 _WAIT_S = 60.0
 """Far above any step here; chosen, not measured."""
 
@@ -217,8 +219,12 @@ class TorchHarness:
         self.pool.kill(device)
 
     def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
-        """Arm a fault."""
+        """Arm a fault; while a hang is, waits are short, as they are what it costs."""
         assert self._adapter is not None
+        if fault is Fault.HANG:
+            running = self.running_job
+            running.settings = replace(running.settings, transfer_s=_HANG_S)
+            running.fleet.timeout_s = _HANG_S
         self._adapter.fault = Strike(self.pool, fault, op_index, phase, device).at
 
     def close(self) -> None:

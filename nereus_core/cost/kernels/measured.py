@@ -1,7 +1,7 @@
 """Parameters of kernel curves, fitted to kernels measured by others; see shared data's README.
 
-Written by ``python tests/benchmarks/kernel_times.py --priors`` from all rows of each table; errors on
-rows that were not fitted: ``python tests/benchmarks/kernel_times.py``.
+Written by ``python tests/benchmarks/kernel_times.py --priors`` from all rows of each table; errors
+on rows that were not fitted: the same without ``--priors``.
 """
 
 from __future__ import annotations

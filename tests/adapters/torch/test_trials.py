@@ -2,7 +2,7 @@
 
 import pytest
 
-from nereus_conformance.trials import Keeper, Trial, run_trial, undisturbed
+from nereus_conformance.trials import Trials
 
 pytestmark = pytest.mark.real
 
@@ -11,22 +11,13 @@ SEEDS = range(20)
 
 
 @pytest.fixture(scope="module")
-def harness(pool, tools):
-    """Waits are short: what hangs costs twice as much."""
-    made = tools.TorchHarness(pool=pool, wait_s=3.0)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def expected(harness):
-    return undisturbed(harness, harness.job())
+def trials(pool, tools, tmp_path_factory):
+    harness = tools.TorchHarness(pool=pool)
+    yield Trials(harness, tmp_path_factory.mktemp("trials"), limit_s=120.0)
+    harness.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_fault_in_a_transition_loses_no_state(harness, expected, seed, tmp_path):
-    trial = Trial.drawn(seed, harness.job())
-    folder = tmp_path / "saved"
-    keeper = Keeper(lambda: harness.save(folder), lambda: harness.resume(folder))
-    verdict = run_trial(harness, trial, expected, keeper)
-    assert verdict.outcome in ("done", "rolled back", "recovered", "state lost")
+def test_a_fault_in_a_transition_loses_no_state(trials, seed):
+    result = trials.run(trials.draw(seed))
+    assert result.problem is None, f"{result.trial}: {result.outcome}: {result.problem}"

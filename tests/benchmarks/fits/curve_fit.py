@@ -81,13 +81,13 @@ def fitted(passes: Passes, measured_s: FloatArray) -> FloatArray:
 
     # Several starts: one alone ends in a poor minimum now and then.
     random = np.random.default_rng(0)
-    starts = [_ORIGIN + spread * random.normal(0, 0.5, len(_ORIGIN)) for spread in (0, 1, 1, 1)]
+    starts = [_ORIGIN + spread * random.normal(0, 0.5, len(_ORIGIN)) for spread in (0, 1, 1)]
     ends = [least_squares(misses, start) for start in starts]
     return min(ends, key=lambda end: float(np.square(misses(end)).sum()))
 
 
 def least_squares(
-    misses: Callable[[FloatArray], FloatArray], start: FloatArray, iterations: int = 80
+    misses: Callable[[FloatArray], FloatArray], start: FloatArray, iterations: int = 60
 ) -> FloatArray:
     """Levenberg-Marquardt with a forward-difference Jacobian.
 

@@ -3,8 +3,8 @@
 Covariance of two rows: a smooth part over the features, the same smooth shape again for rows of
 one campaign, a constant per campaign, and noise with heavy tails (Student t, by reweighting), so
 that a row nothing explains does not bend its neighbors. Scales are those of the greatest marginal
-likelihood (Rasmussen and Williams 2006, 5.4.1). Intervals are conformal: quantiles of the
-leave-one-out residuals over their own standard deviation (ibid. 5.4.2; Vovk et al. 2005).
+likelihood (Rasmussen and Williams 2006, 5.4.1). Intervals are conformal: quantiles of the residuals
+of rows left out, fold by fold, over their own standard deviation (Vovk et al. 2005).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _BOUNDS = np.log([[0.2, 8.0], [0.02, 2.0], [0.02, 2.0], [0.02, 2.0], [0.01, 0.5]
 """Of a length (in standard deviations of a feature), the three amplitudes, and the noise."""
 _STARTS = np.log([2.0, 0.2, 0.15, 0.15, 0.06])
 _STEPS = 40
+_FOLDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +80,11 @@ class GroupProcess:
                     options={"maxiter": _STEPS},
                 )
                 scales = found.x
-            inverse, weights = _solved(scales, x, groups, y, trust)
-            left_out = weights / np.diag(inverse)
-            noise = np.exp(2 * scales[-1])
-            fit = y - noise / trust * weights
-            trust = (_FREEDOM + 1) / (_FREEDOM + np.square(y - fit) / noise)
-        inverse, weights = _solved(scales, x, groups, y, trust)
-        left_out = weights / np.diag(inverse)
-        # A new row has typical noise, not the noise it was found to have.
-        own = 1 / np.diag(inverse) - np.exp(2 * scales[-1]) * (1 / trust - 1)
-        deviations = np.sqrt(np.maximum(own, np.exp(2 * scales[-1])))
+            weights = _solved(scales, x, groups, y, trust)[1]
+            trust = _trusted(scales, weights, trust)
+        weights = _solved(scales, x, groups, y, trust)[1]
         rank = min(1.0, confidence * (1 + 1 / len(y)))
-        stretch = float(np.quantile(np.abs(left_out) / deviations, rank))
+        stretch = float(np.quantile(_left_out(scales, x, groups, y), rank))
         covariance = _covariance(scales, x, groups, x, groups)
         covariance[np.diag_indices(len(y))] += np.exp(2 * scales[-1]) / trust
         factor = cholesky(covariance, lower=True)
@@ -101,9 +95,7 @@ class GroupProcess:
         x = (self.features - self.center) / self.spread
         new = (features - self.center) / self.spread
         between = _covariance(self.scales, new, groups, x, self.groups)
-        solved = solve_triangular(self.factor, between.T, lower=True)
-        own = np.exp(2 * self.scales[-4:]).sum()
-        deviation = np.sqrt(np.maximum(own - np.square(solved).sum(0), np.exp(2 * self.scales[-1])))
+        deviation = _deviation(self.scales, self.factor, between)
         return Prediction(self.mean + between @ self.weights, self.stretch * deviation)
 
 
@@ -142,6 +134,42 @@ def _loss(
     ]
     loss = float(y @ weights / 2 + np.log(np.diag(factor)).sum())
     return loss, np.array(gradient)
+
+
+def _trusted(scales: FloatArray, weights: FloatArray, trust: FloatArray) -> FloatArray:
+    """Trust in each row, at most (freedom + 1) / freedom: low where its residual is large."""
+    noise = np.exp(2 * scales[-1])
+    residuals = noise / trust * weights
+    return np.asarray((_FREEDOM + 1) / (_FREEDOM + np.square(residuals) / noise))
+
+
+def _deviation(scales: FloatArray, factor: FloatArray, between: FloatArray) -> FloatArray:
+    """Standard deviation of new rows: a row has typical noise until it is seen."""
+    solved = solve_triangular(factor, between.T, lower=True)
+    own = np.exp(2 * scales[-4:]).sum() - np.square(solved).sum(0)
+    return np.sqrt(np.maximum(own, np.exp(2 * scales[-1])))
+
+
+def _left_out(scales: FloatArray, x: FloatArray, groups: FloatArray, y: FloatArray) -> FloatArray:
+    """Residuals of rows left out, fold by fold, over their stated standard deviation.
+
+    Trust is found anew from the rows that are left: that of all rows would have seen the others.
+    """
+    folds = np.random.default_rng(0).integers(0, _FOLDS, len(y))
+    found = np.zeros(len(y))
+    for fold in np.unique(folds):
+        gone, rest = folds == fold, folds != fold
+        trust = np.ones(int(rest.sum()))
+        for _ in range(_REWEIGHTINGS):
+            weights = _solved(scales, x[rest], groups[rest], y[rest], trust)[1]
+            trust = _trusted(scales, weights, trust)
+        weights = _solved(scales, x[rest], groups[rest], y[rest], trust)[1]
+        covariance = _covariance(scales, x[rest], groups[rest], x[rest], groups[rest])
+        covariance[np.diag_indices(len(trust))] += np.exp(2 * scales[-1]) / trust
+        between = _covariance(scales, x[gone], groups[gone], x[rest], groups[rest])
+        deviation = _deviation(scales, cholesky(covariance, lower=True), between)
+        found[gone] = np.abs(y[gone] - between @ weights) / deviation
+    return found
 
 
 def _solved(

@@ -23,6 +23,8 @@ SEED = 20261129
 """Of the registered split, fixed before a model was fitted to it."""
 FOLDS = 5
 _COVERED = 0.9
+_MANY = 300
+"""Rows from which one fold is enough to calibrate intervals on."""
 _WORST = 6
 _details: dict[str, object] = {}
 
@@ -108,15 +110,16 @@ def _factor(rows: Rows, deviation: FloatArray) -> FloatArray:
     Source: Papadopoulos et al. (2002); Barber et al. (2021), CV+.
     """
     order = np.random.default_rng(SEED + 1).permutation(len(rows))
-    misses, deviations = np.zeros(len(rows)), np.zeros(len(rows))
-    for k in range(FOLDS):
-        out = order[k::FOLDS]
-        guess, deviations[out], _ = Fit.to(rows.at(np.setdiff1d(order, out))).predict(rows.at(out))
-        misses[out] = np.abs(np.log(rows.seconds[out] / guess))
-    floor = float(np.median(deviations))
-    scaled = misses / np.hypot(deviations, floor)
-    level = min(1.0, np.ceil((len(rows) + 1) * _COVERED) / len(rows))
-    return np.asarray(np.exp(np.quantile(scaled, level) * np.hypot(deviation, floor)))
+    folds = [order[k::FOLDS] for k in range(FOLDS)]
+    scaled, floors = [], []
+    for out in folds if len(rows) < _MANY else folds[:1]:
+        guess, own, _ = Fit.to(rows.at(np.setdiff1d(order, out))).predict(rows.at(out))
+        floors.append(float(np.median(own)))
+        scaled.append(np.abs(np.log(rows.seconds[out] / guess)) / np.hypot(own, floors[-1]))
+    misses = np.concatenate(scaled)
+    level = min(1.0, np.ceil((len(misses) + 1) * _COVERED) / len(misses))
+    width = np.hypot(deviation, np.median(floors))
+    return np.asarray(np.exp(np.quantile(misses, level) * width))
 
 
 def _by_split(key: str, rows: Rows) -> Score:
