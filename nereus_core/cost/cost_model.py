@@ -177,10 +177,9 @@ class CostModel:
             self.efficiencies.seconds(stage, work)[expand],
             (sync @ self.efficiencies.inverse * self.between.sync_factor)[expand],
             persistent_bytes(job, stage, rows, shapes)[expand],
-            (
-                self.peaks.factor(stage)
-                * transient_bytes(job, stage, rows, shapes, lengths, waves)
-            )[expand],
+            (self.peaks.factor(stage) * transient_bytes(job, stage, rows, shapes, lengths, waves))[
+                expand
+            ],
         )
 
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
@@ -248,7 +247,7 @@ class CostModel:
         return self.coverage.seen(miss, self.confidence)
 
     def _peaks_seen(self, plan: Plan, lengths: Lengths, measured: Mapping[Device, int]) -> Peaks:
-        """Correct, per region of devices, the stage that makes its peak."""
+        """Correct, per region of devices, the stages whose need its measured peak contradicts."""
         rows = {
             s: (t, -1 if at is None else at) for s, (t, at) in self._rows(plan, lengths).items()
         }
@@ -259,9 +258,11 @@ class CostModel:
                 continue
             runs = {s: float(rows[s][0].transient_bytes[rows[s][1]]) for s in sorted(cell)}
             stays = sum(float(rows[s][0].persistent_bytes[rows[s][1]]) for s in runs)
-            stage = max(runs, key=lambda s: runs[s])
-            uncorrected = runs[stage] / self.peaks.factor(stage)
-            peaks = peaks.seen(stage, uncorrected, highest - stays)
+            # The largest need made the peak, and none of the others can have been larger than it.
+            for stage, run in runs.items():
+                if run == max(runs.values()) or run > highest - stays:
+                    uncorrected = run / self.peaks.factor(stage)
+                    peaks = peaks.seen(stage, uncorrected, highest - stays)
         return peaks
 
     def refined_transition(self, predicted_s: float, measured_s: float) -> CostModel:

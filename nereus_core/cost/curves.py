@@ -80,10 +80,11 @@ def exposed(hidden_s: FloatArray, behind_s: FloatArray, exponent: float) -> Floa
 
 
 A100 = Curves(
-    half_tokens=330.0,
-    half_width=70.0,
+    half_tokens=208.0,
+    half_width=21.0,
     hiding=4.0,
-    overlap=2.4,
+    overlap=1.54,
+    gradient_rate=0.59,
     source="fitted to vTrain's measured multi-node plans (MIT) with benchmarks/fits/vtrain.py",
 )
 
