@@ -18,13 +18,13 @@ from nereus_core.cost import CostModel
 from nereus_core.cost.op_classes import OpClass
 from nereus_core.deciding import Decided, asked_for, decide
 from nereus_core.errors import BoundaryTimeout, NereusError, TransitionFailed, UnitLost
-from nereus_core.events import EventLog, Recovered, RunFinished, RunStarted, TransitionFinished
+from nereus_core.events import EventLog, Recovered, RunFinished, RunStarted
 from nereus_core.knowledge import Knowledge
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
 from nereus_core.planner import Constraints
 from nereus_core.primitives import Primitive
-from nereus_core.records import devices_changed, input_ignored, step_observed, supply
+from nereus_core.records import devices_changed, input_ignored, refused, step_observed, supply
 from nereus_core.sane import check_job, sane
 from nereus_core.situation import Situation
 from nereus_core.transition import Conditions, Journal, TransitionGraph, compile_transition
@@ -258,7 +258,8 @@ class Controller:
             except BoundaryTimeout as error:
                 if decision.path == "urgent":
                     raise
-                self._record_refused(graph, found.cost, error)
+                seconds = graph.predicted(found.cost).mean_s
+                self._log.emit(refused(graph, self._now, self._known.step, seconds, error))
                 return
             except (TransitionFailed, UnitLost) as failure:
                 back = isinstance(failure, TransitionFailed) and failure.rolled_back
@@ -323,23 +324,6 @@ class Controller:
         if left != before.usable:
             gone = tuple(u for u in before.units if u not in now.units)
             self._log.emit(devices_changed(self._known.step, before, replace(now, lost_units=gone)))
-
-    def _record_refused(
-        self, graph: TransitionGraph, cost: CostModel, error: BoundaryTimeout
-    ) -> None:
-        """Record a transition that found no boundary: nothing has changed."""
-        self._log.emit(
-            TransitionFinished(
-                graph.name,
-                self._known.step,
-                "failed",
-                self._config.timeouts.boundary_s,
-                graph.predicted(cost).mean_s,
-                0,
-                self.plan.to_json(),
-                str(error),
-            )
-        )
 
     def _tell_primitive(self, op: Primitive, receipt: Receipt, predicted_s: float | None) -> None:
         self._notify("nereus_primitive_finished", op=op, receipt=receipt, predicted_s=predicted_s)

@@ -271,6 +271,7 @@ class BoundaryTimeout(NereusError):
     """A stage did not become idle in time."""
 
     def __init__(self, stage: object, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         super().__init__(f"{stage} was still running after {timeout_s:g} s at a safe boundary.")
 
 

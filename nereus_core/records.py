@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from nereus_core.events import DevicesChanged, InputIgnored, StepObserved
+from nereus_core.errors import BoundaryTimeout
+from nereus_core.events import DevicesChanged, InputIgnored, StepObserved, TransitionFinished
 from nereus_core.observation import Observation
 from nereus_core.sane import Ignored
 from nereus_core.situation import Situation
+from nereus_core.transition import TransitionGraph
 
 _NAMED = 4
 """Devices that are named where many change; chosen for reading."""
@@ -53,3 +55,16 @@ def supply(before: Situation, now: Situation) -> str:
     ]
     parts += [f"{len(now.lost_units)} units lost"] if now.lost_units else []
     return f"devices: {', '.join(parts)}; {len(now.usable)} usable"
+
+
+def refused(
+    graph: TransitionGraph,
+    now: Situation,
+    step: int,
+    predicted_s: float,
+    error: BoundaryTimeout,
+) -> TransitionFinished:
+    """Record a transition that found no boundary: nothing has changed."""
+    return TransitionFinished(
+        graph.name, step, "failed", error.timeout_s, predicted_s, 0, now.plan.to_json(), str(error)
+    )

@@ -74,8 +74,8 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
 
     What does not may still be worth a trial, since a transition can be taken back and the plan is
     judged again once it has been seen running (`nereus_core.knowledge`). The expected saving then
-    has to be worth the stake: the upper bound of the cost and, where the saving may be a loss, the
-    way back and the loss at the lower bound until it is judged.
+    has to be worth the stake: the expected cost and, where the saving may be a loss, the way back
+    and the loss at the lower bound until it is judged.
     """
     since = offer.steps_since_transition
     if since is not None and since < policy.cooldown_steps:
@@ -100,10 +100,10 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     if repaid:
         return Verdict(True, rule)
     trial = max(1, policy.cooldown_steps)
-    gain_s, stake_s = offer.saving_s.mean_s * steps, cost_s
+    gain_s, stake_s = offer.saving_s.mean_s * steps, offer.transition_s.mean_s
     if low_s < 0:
         gain_s = offer.saving_s.mean_s * max(0.0, steps - trial)
-        stake_s = 2 * cost_s - trial * low_s
+        stake_s = 2 * stake_s - trial * low_s
     worth = gain_s > 0 and gain_s >= stake_s
     return Verdict(
         worth,

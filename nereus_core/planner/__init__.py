@@ -115,11 +115,14 @@ def still_good(
     """
     if plan_problems(current, cost.job):
         return False
-    space = Space.of(cost, lengths, constraints, current)
+    try:
+        space = Space.of(cost, lengths, constraints, current)
+    except NoFeasiblePlan:  # constraints leave some stage nothing: not what runs, either
+        return False
     if not _usable(space, current):
         return False
     between_s = cost.between.seconds
-    limit_s = (cost.step(current, lengths).step.mean_s) / (1 + delta) - between_s
+    limit_s = cost.step(current, lengths).step.mean_s / (1 + delta) - between_s
     bounds = Bounds(space, space.least_s())
     others = [p for p in partitions(len(space.stages), space.together) if len(p) > 1]
     others = [p for p in others if len(p) <= space.num_devices]

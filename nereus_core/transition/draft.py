@@ -153,9 +153,16 @@ class Draft:
 def _atoms(units: Collection[Unit]) -> tuple[dict[UnitId, int], dict[int, list[Device]]]:
     """Return the atoms of every unit, one bit each, and the devices of every atom."""
     owners: dict[Device, int] = {}
-    for number, unit in enumerate(units):
-        for device in unit.devices:  # the units of a device, in order, as digits of a number
-            owners[device] = (owners.get(device, 0) << 20) + number + 1
+    names = 0
+    for unit in units:
+        renamed: dict[int, int] = {}  # devices that were together, and are in this unit, stay so
+        for device in unit.devices:
+            before = owners.get(device, 0)
+            after = renamed.get(before)
+            if after is None:
+                names += 1
+                renamed[before] = after = names
+            owners[device] = after
     bit_of: dict[int, int] = {}
     atoms: dict[int, list[Device]] = {}
     for device, key in owners.items():

@@ -65,4 +65,4 @@ def _devices(unit: Unit) -> Iterable[object]:
 
 
 def _nodes(unit: Unit) -> Iterable[object]:
-    return {d.node: None for d in unit.devices}
+    return dict.fromkeys([d.node for d in unit.devices])

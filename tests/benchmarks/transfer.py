@@ -21,6 +21,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paths.crew import Scenario, crew
+from paths.crew import Crew, Report, Scenario, crew
 
 from nereus_adapters.torch.adapter import TorchAdapter
 from nereus_adapters.torch.job import TorchJob
@@ -111,7 +112,6 @@ class Bench:
         running, target = self.running, self.target(train)
         before = running.units
         self._number += 1
-        say(f"to {train}")
         pids = [running.fleet.pool.pid(d) for d in sorted(running.fleet.pool.alive)]
         held = {pid: _memory(pid, "VmRSS") for pid in pids}
         for pid in pids:
@@ -123,9 +123,9 @@ class Bench:
             EventLog(None, time.monotonic) as log,
         ):
             outcome = execute(graph, self.adapter, log=log, timeout_s=120)
-            self.adapter.relink(target)
         seconds = time.perf_counter() - begin_s
         cpu_s = _cpu_s(pids) + time.process_time() - begin_cpu_s
+        say(f"to {train}: {seconds:.3f} s")
         units, bound, kept = before, 0, 0
         for op in graph.topological():
             receipt = outcome.receipts[op.op_id]
@@ -154,7 +154,7 @@ class Bench:
 
 def say(what: str) -> None:
     """Tell on stderr what runs."""
-    print(f"{time.strftime('%H:%M:%S')} {what} ...", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
 
 def _seconds(found: dict[str, Any]) -> float:
@@ -257,9 +257,11 @@ def against(
     say(f"copies and peers on {scenario.name}")
     bound = scenario.lower_bound(spec)
     with crew(spec, scenario) as processes:
-        copies = [processes.run("copying").marks for _ in range(REPEATS)]
-        runs = {name: [processes.run(name) for _ in range(REPEATS)] for name in PEERS}
-    ceiling = {name: bound / 1e9 / min(marks[name] for marks in copies) for name in ("new", "warm")}
+        copies = [repeat(processes, "copying") for _ in range(REPEATS)]
+        runs = {name: [repeat(processes, name) for _ in range(REPEATS)] for name in PEERS}
+    ceiling = {
+        name: bound / 1e9 / min(made.marks[name] for made in copies) for name in ("new", "warm")
+    }
     found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
     return {
         name: {
@@ -274,6 +276,13 @@ def against(
         }
         for name, report in found.items()
     }, ceiling
+
+
+def repeat(processes: Crew, name: str) -> Report:
+    """Run a path once more."""
+    report = processes.run(name)
+    say(f"{name}: {report.seconds:.3f} s, {report.marks}")
+    return report
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -356,6 +365,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a model of 15 million parameters")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
+    # A run that is cut short removes its files in memory, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     result = measure(chosen.quick)
     if chosen.json:
         print(json.dumps(result, indent=2))

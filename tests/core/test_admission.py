@@ -66,15 +66,15 @@ def test_payback_compares_lower_bounds_with_the_upper_bound(factor):
 def test_an_uncertain_saving_is_tried_where_trying_is_cheap():
     uncertain = Interval(2.0, -1.0, 5.0)
     # 48 steps after the trial's 2: 96 s expected, against there and back and 2 s of loss.
-    assert decide(saving=uncertain, transition=Interval(40, 30, 46.9)).admitted
-    refused = decide(saving=uncertain, transition=Interval(40, 30, 47.1))
+    assert decide(saving=uncertain, transition=Interval(46.9, 30, 900)).admitted
+    refused = decide(saving=uncertain, transition=Interval(47.1, 30, 900))
     assert not refused.admitted
     assert "not worth a stake of 96.2 s" in refused.rule
     assert not decide(saving=uncertain, crossing=Crossing.certain(2, "devices")).admitted
     # Where it cannot be a loss, there is no way back to be paid for.
     sure = Interval(2.0, 0.1, 5.0)
-    assert decide(saving=sure, transition=Interval(80, 70, 99)).admitted
-    assert not decide(saving=sure, transition=Interval(80, 70, 101)).admitted
+    assert decide(saving=sure, transition=Interval(99, 70, 900)).admitted
+    assert not decide(saving=sure, transition=Interval(101, 70, 900)).admitted
 
 
 def test_an_infeasible_plan_is_left_whatever_it_costs():

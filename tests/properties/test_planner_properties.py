@@ -221,3 +221,11 @@ def tiny(*devices: Device) -> CostModel:
 def test_what_cannot_be_planned_is_named(cost, constraints, message):
     with pytest.raises(NoFeasiblePlan, match=message):
         best(cost, LENGTHS, constraints)
+
+
+def test_a_plan_that_constraints_rule_out_is_not_good():
+    cost = tiny(Device("a", 0), Device("a", 1))
+    plan = best(cost, LENGTHS, Constraints()).best.plan
+    assert still_good(cost, LENGTHS, Constraints(), plan, 0.05)
+    contradicting = Constraints(pinned={ACTOR_TRAIN: Layout(2, 1)}, max_tp=1)
+    assert not still_good(cost, LENGTHS, contradicting, plan, 0.05)

@@ -33,7 +33,7 @@ class Judged:
     bound_s: float
     """No plan is faster."""
     solving_s: float
-    """Wall seconds of presolving and solving, without building the model."""
+    """Processor seconds of presolving and solving, without building the model."""
     num_variables: int
 
 
@@ -67,7 +67,7 @@ def _ways(options: StageOptions, capacity: float, shapes: Sequence[Shape]) -> li
 
 
 def solve(space: Space, limit_s: float) -> Judged:
-    """Solve a planning problem on one thread within so many seconds."""
+    """Solve a planning problem on one thread within so many processor seconds."""
     model = Model()
     model.hideOutput()
     stages, slots = range(len(space.stages)), range(min(len(space.stages), space.num_devices))
@@ -191,7 +191,7 @@ def solve(space: Space, limit_s: float) -> Judged:
     model.setParam("limits/time", limit_s)
     model.setParam("limits/gap", 0.0)
     model.setParam("parallel/maxnthreads", 1)
-    model.setParam("timing/clocktype", 2)  # wall
+    model.setParam("timing/clocktype", 1)  # processor seconds
     model.optimize()
     found = model.getNSols() > 0
     return Judged(

@@ -233,6 +233,7 @@ class Fleet:
         deadline = time.monotonic() + timeout_s + min(GRACE_S, timeout_s)
         answers: list[Answer] = []
         errors: list[Exception] = []
+        late: list[Exception] = []
         for call in pending:
             try:
                 answers.append(call.wait(max(0.0, deadline - time.monotonic())))
@@ -240,9 +241,11 @@ class Fleet:
                 if isinstance(error, WaitTimeout) and not call.future.done():
                     self.pool.kill(call.device)
                     error = WaitTimeout(error.awaited, timeout_s)
+                    late.append(error)
                 errors.append(error)
         if errors:
-            raise min(errors, key=_consequence)
+            # Peers of a seat that hangs have waited in vain too: it is the one to name.
+            raise min(errors, key=lambda error: (_consequence(error), error not in late))
         return answers
 
     def counters(self, unit: Unit) -> dict[str, int | float]:

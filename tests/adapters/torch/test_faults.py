@@ -1,5 +1,8 @@
 """Seats that die, raise or hang: what is lost is named, the rest is as it was, the job goes on."""
 
+import os
+import signal
+
 import pytest
 
 from nereus_adapters.torch.faults import FaultInjected
@@ -196,3 +199,22 @@ def test_a_wide_unit_that_loses_another_seat_does_not_fail_a_primitive(harness, 
         hand.merge(Layout(2, 1), [0, 1], parents=hand.ids(ACTOR_TRAIN))
         assert [u.layout for u in adapter.units().of(ACTOR_TRAIN)] == [Layout(2, 1)]
         assert not adapter.units().of(ACTOR_GENERATE)
+
+
+def test_a_seat_that_stands_still_in_a_step_is_ended_and_named(pool, tools):
+    """Stopped, all its threads with it: only the wait for it ends, and then the seat."""
+    harness = tools.TorchHarness(pool=pool, wait_s=6.0)
+    job = harness.job()
+    adapter = harness.launch(job, tools.packed(job, {ACTOR_TRAIN: (Layout(1, 1), 2)}))
+    first, second = tools.Hand(adapter).ids(ACTOR_TRAIN)
+    stopped = job.cluster.devices[1]
+    os.kill(pool.pid(stopped), signal.SIGSTOP)
+    with pytest.raises(UnitLost, match=f"for seat {stopped} to finish") as caught:
+        harness.step()
+    assert caught.value.lost == (second,)
+    assert first in caught.value.intact
+    assert stopped not in pool.alive
+    harness.running_job.relink()
+    assert harness.step().step == 0
+    harness.close()
+    pool.start([stopped])

@@ -1,4 +1,7 @@
-"""Compile time, against SCIP on the same transition."""
+"""Compile time, against SCIP on the same transition.
+
+CPU seconds on both sides, each on one thread: what else the machine does meanwhile counts for none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from transitions.rival import scip_s
 
 SIZES = (32, 64, 128, 256, 512, 1024, 4096)
 REPEATS = 9
-LIMIT_S = {32: 20.0, 1024: 130.0}
+LIMIT_S = {32: 20.0, 1024: 150.0}
 """Time limit of SCIP at the sizes where it runs; quick: a tenth."""
 BAR_MS = 1.22
 BAR_RATIO = 10_000
@@ -27,9 +30,9 @@ def compiling(*, quick: bool) -> list[dict[str, Any]]:
         for name, (before, after) in transitions(job.cluster.devices).items():
             units, seconds = units_of(before), []
             for _ in range(REPEATS):
-                begin_s = time.perf_counter()
+                begin_s = time.process_time()
                 graph = compile_transition(units, after, job, prefix="t")
-                seconds.append(time.perf_counter() - begin_s)
+                seconds.append(time.process_time() - begin_s)
             edges = [edge.kind for edge in graph.edges]
             row = {
                 "gpus": num_devices,
