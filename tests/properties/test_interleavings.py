@@ -26,9 +26,10 @@ def test_no_plan_of_four_units_on_four_devices_can_be_stuck_on_the_way_to_anothe
     devices = job.cluster.devices
     plans = small_plans(job.workload.stages, devices, LAYOUTS, max_units=4)
     graphs = 0
-    for before in distinct(plans, devices):
+    # A quarter of the targets of every plan; tests/benchmarks/transition.py goes through all.
+    for number, before in enumerate(distinct(plans, devices)):
         units = units_of(before)
-        for after in plans:
+        for after in plans[number % 4 :: 4]:
             explore(compile_transition(units, after, job, prefix="t"), job)
             graphs += 1
     assert graphs > 5_000

@@ -59,6 +59,7 @@ def scip_s(graph: TransitionGraph, cost: CostModel, limit_s: float) -> tuple[flo
         model.addCons(quicksum(read[i, u.id] for u in pool) >= len(op.sources))
     _keep_apart(model, graph, start, seconds, read, horizon)
     model.setObjective(end, "minimize")
+    model.setParam("timing/clocktype", 1)  # CPU seconds
     model.setParam("limits/time", limit_s)
     model.setParam("parallel/maxnthreads", 1)
     model.optimize()
