@@ -138,9 +138,9 @@ def test_relinking_again_changes_nothing(suite: Suite, arrange: Arranger) -> Non
 
 
 @pytest.mark.needs(Feature.UNIT_LOSS, Kind.SPLIT)
-@pytest.mark.parametrize("phase", MAY_ABORT)
+@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.TRANSFER, Phase.VERIFY])
 def test_refused_memory_leaves_the_old_units(arrange: Arranger, phase: Phase) -> None:
-    """I4: memory refused in any phase up to commit is an error that changes nothing.
+    """I4: memory refused before commit is an error that changes nothing.
 
     If this fails, check that an allocation that fails late is handled like one that fails early.
     """
@@ -151,19 +151,38 @@ def test_refused_memory_leaves_the_old_units(arrange: Arranger, phase: Phase) ->
         subject.perform(op)
 
 
-@pytest.mark.needs(Feature.UNIT_LOSS, Kind.MERGE)
+@pytest.mark.needs(Feature.UNIT_LOSS, Kind.SPLIT)
+def test_refused_memory_in_commit_is_all_or_nothing(arrange: Arranger) -> None:
+    """I4: memory refused in commit is tried again, or an error that changes nothing.
+
+    If this fails, check that commit neither stops half-way nor hides what it could not do.
+    """
+    subject = arrange(Stage.TRAIN, TP2)
+    op, before = subject.split(subject.own()[0], ONE), subject.units
+    states = {unit: subject.state(unit) for unit in before}
+    subject.harness.fail_at(Fault.REFUSE_MEMORY, 0, Phase.COMMIT, None)
+    with subject.boundary():
+        try:
+            subject.perform(op)
+        except NereusError:
+            same_units(before, subject.units, f"{op}, without memory in commit,")
+            for unit, state in states.items():
+                same_state(state, subject.state(unit), f"{op}, without memory in commit,")
+        else:
+            same_units(apply(op, before), subject.units, f"{op}, committed at the second attempt,")
+            for unit in op.into:
+                same_state(states[op.parent], subject.state(unit), f"{op}, committed again,")
+
+
+@pytest.mark.needs(Feature.UNIT_LOSS, Kind.EXTEND)
 @pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.TRANSFER])
 def test_corrupted_state_is_caught_before_commit(arrange: Arranger, phase: Phase) -> None:
     """I2, I4: state that arrives changed is noticed in verify, and the old units stay.
 
     If this fails, check what verify compares: it must be what was sent with what has arrived.
     """
-    subject = arrange(Stage.TRAIN, ONE, num_units=2)
-    parents = subject.own()
-    states = [subject.state(unit) for unit in parents]
-    op = subject.merge(parents, TP2)
+    subject = arrange(Stage.TRAIN, spare=1)
+    op = subject.extend(subject.spare)
     subject.harness.fail_at(Fault.CORRUPT, 0, phase, None)
     with subject.boundary(), refused(subject, NereusError, doing=f"{op} with a corrupted bucket"):
         subject.perform(op)
-    for unit, state in zip(parents, states, strict=True):
-        same_state(state, subject.state(unit), f"{op}, corrupted,")
