@@ -22,7 +22,7 @@ def test_faults_in_transitions_lose_nothing(
 ) -> None:
     """I2, I4, I12: with a fault in any phase the job steps on unharmed, or stops with a name.
 
-    If this fails, run the trial alone: `python -m nereus_conformance.trials --seed N --trials 1`.
+    If this fails, check the trial alone: `python -m nereus_conformance.trials --seed N --trials 1`.
     """
     trials = Trials(harness, tmp_path)
     for seed in range(suite.seed, suite.seed + num_trials):
