@@ -12,11 +12,11 @@ import random
 from collections.abc import Callable, Sequence
 
 from nereus_core.cost.transition import primitive_work
-from nereus_core.primitives import OpId
+from nereus_core.primitives import Kind, OpId
 from nereus_core.transition.draft import Draft, Node
 from nereus_core.transition.room import Room
 from nereus_core.units import UnitMap
-from nereus_core.workload import Job
+from nereus_core.workload import Job, ModelStage
 
 _MOST = 64
 """Primitives up to which orders are searched; beyond, primitives are many and alike, and the order
@@ -40,7 +40,7 @@ def soonest(draft: Draft, sequence: list[int], job: Job, room: Room | None) -> l
         return sequence
     seconds = _seconds(nodes, job)
     masks = [draft.touches(node) for node in nodes]
-    waits = [tuple(node.waits) for node in nodes]
+    waits = _with_surplus_last(nodes, sequence)
 
     def fresh() -> Callable[[int], bool]:
         if room is None:
@@ -49,6 +49,24 @@ def soonest(draft: Draft, sequence: list[int], job: Job, room: Room | None) -> l
         return lambda i: left.taken(nodes[i])
 
     return _search(sequence, waits, masks, seconds, fresh)
+
+
+def _with_surplus_last(nodes: Sequence[Node], sequence: list[int]) -> list[tuple[int, ...]]:
+    """What each primitive waits for; a Destroy that nothing awaits, for its stage to stand too.
+
+    A surplus unit is a copy of the stage's state: it goes when the others are what they shall be,
+    unless the order given lets it go before, to make room.
+    """
+    awaited = {first for node in nodes for first in node.waits}
+    found = [tuple(node.waits) for node in nodes]
+    before: dict[ModelStage, list[int]] = {}
+    for i in sequence:
+        node = nodes[i]
+        if node.kind is not Kind.DESTROY:
+            before.setdefault(node.stage, []).append(i)
+        elif i not in awaited:
+            found[i] = tuple(dict.fromkeys((*found[i], *before.get(node.stage, ()))))
+    return found
 
 
 def _search(
