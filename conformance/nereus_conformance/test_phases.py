@@ -170,8 +170,8 @@ def test_refused_memory_in_commit_is_all_or_nothing(arrange: Arranger) -> None:
                 same_state(state, subject.state(unit), f"{op}, without memory in commit,")
         else:
             same_units(apply(op, before), subject.units, f"{op}, committed at the second attempt,")
-            for unit in op.into:
-                same_state(states[op.parent], subject.state(unit), f"{op}, committed again,")
+            for made in op.into:
+                same_state(states[op.parent], subject.state(made), f"{op}, committed again,")
 
 
 @pytest.mark.needs(Feature.UNIT_LOSS, Kind.EXTEND)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from nereus_core.cost.transition import primitive_work
@@ -16,7 +17,7 @@ from nereus_core.primitives import Kind, OpId
 from nereus_core.transition.draft import Draft, Node
 from nereus_core.transition.room import Room
 from nereus_core.units import UnitMap
-from nereus_core.workload import Job, ModelStage
+from nereus_core.workload import Job
 
 _MOST = 64
 """Primitives up to which orders are searched; beyond, primitives are many and alike, and the order
@@ -59,13 +60,13 @@ def _with_surplus_last(nodes: Sequence[Node], sequence: list[int]) -> list[tuple
     """
     awaited = {first for node in nodes for first in node.waits}
     found = [tuple(node.waits) for node in nodes]
-    before: dict[ModelStage, list[int]] = {}
+    before: defaultdict[int, list[int]] = defaultdict(list)
     for i in sequence:
         node = nodes[i]
         if node.kind is not Kind.DESTROY:
-            before.setdefault(node.stage, []).append(i)
+            before[node.stage].append(i)
         elif i not in awaited:
-            found[i] = tuple(dict.fromkeys((*found[i], *before.get(node.stage, ()))))
+            found[i] = tuple(dict.fromkeys((*found[i], *before[node.stage])))
     return found
 
 
