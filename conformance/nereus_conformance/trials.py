@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from nereus_conformance import hookspecs
@@ -409,12 +410,17 @@ def report(results: Sequence[Result], elapsed_s: float) -> dict[str, object]:
     }
 
 
-def harness_of(adapter: str, tier: str) -> Harness:
-    """Ask an installed adapter for its harness; raises NereusError where it has none."""
+def harness_of(
+    adapter: str, tier: str, options: Mapping[str, str] = MappingProxyType({})
+) -> Harness:
+    """Ask an installed adapter for its harness; raises NereusError where it has none.
+
+    Options are those of `nereus_conformance.hookspecs`.
+    """
     registry = Registry.load()
     registry.add_hookspecs(hookspecs)
     found: Harness | None = registry.ask(
-        adapter, "nereus_conformance_harness", tier=tier, options={}
+        adapter, "nereus_conformance_harness", tier=tier, options=options
     )
     if found is None:
         raise NereusError(f"adapter {adapter!r} has no harness for tier {tier!r}.")
@@ -426,12 +432,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapter", default="sim")
     parser.add_argument("--tier", default="contract")
+    parser.add_argument("--harness", metavar="KEY=VALUE", action="append", default=[])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--matrix", metavar="README", help="write the fault matrix into this file")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    harness = harness_of(chosen.adapter, chosen.tier)
+    options = dict(text.partition("=")[::2] for text in chosen.harness)
+    harness = harness_of(chosen.adapter, chosen.tier, options)
     with closing(harness), tempfile.TemporaryDirectory() as folder:
         trials = Trials(harness, Path(folder))
         if chosen.matrix:
