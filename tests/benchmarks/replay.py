@@ -66,7 +66,7 @@ MFU of 0.24 to 0.37 for whole updates, communication and optimizer included."""
 PACE = TransitionPace(
     primitive_s=1.7,
     link_efficiency=0.1,
-    source="tests/benchmarks/transition_cost.py on the torch backend, CPU seats on a busy machine: "
+    source="the torch backend over gloo groups, CPU seats on a busy machine: "
     "the quickest primitive took 1.7 s, and 239 MB per new seat another 2 s over a link of 1.5 "
     "GB/s, 0.08 to 0.12 GB/s; the same part of the peak is charged on NVLink, PCIe and InfiniBand",
 )
