@@ -6,19 +6,19 @@ import atexit
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 import nereus_adapters
 import nereus_core
 from nereus_adapters.torch.accountant import HUGE_PAGES
-from nereus_adapters.torch.channel import Channel, Pending
+from nereus_adapters.torch.channel import Channel
 from nereus_adapters.torch.folder import PoolFolder
+from nereus_adapters.torch.line import CLOSE_S, SeatLine
 from nereus_adapters.torch.link import Link, Refused, log
 from nereus_adapters.torch.process import Adopted
 from nereus_adapters.torch.serve import Boot
@@ -28,14 +28,12 @@ from nereus_adapters.torch.wire import Call, Reply, receive, send_value
 from nereus_core.cluster import Device
 from nereus_core.errors import DevicesMissing, SeatDead
 
-_CLOSE_S = 5.0
-"""Longest wait for a seat to end by itself. Chosen, not measured."""
 GRACE_S = 60.0
 """Seconds that seats wait for another driver when theirs has died: time to notice and to start one
 (imports take 10 s). Chosen, not measured."""
 
 
-class LocalPool:
+class LocalPool(SeatLine[Channel]):
     """Seat processes, one per device, and their private folder. Both outlive a driver that is
     killed, for a period of grace; `attach` takes them over.
 
@@ -56,8 +54,7 @@ class LocalPool:
         self._start_s, self._grace_s = start_s, grace_s
         self.folder = folder or PoolFolder.made()
         self._secret = self.folder.secret
-        self._channels: dict[Device, Channel] = {}
-        self._order = threading.Lock()
+        super().__init__()
         atexit.register(self.close)
 
     @classmethod
@@ -99,11 +96,6 @@ class LocalPool:
         return Channel(device, Adopted(int(reply.value)), link)
 
     @property
-    def alive(self) -> frozenset[Device]:
-        """Devices whose seat answers."""
-        return frozenset(d for d, c in self._channels.items() if c.alive)
-
-    @property
     def draining(self) -> frozenset[Device]:
         """Devices announced to leave: none, this machine gives no notice."""
         return frozenset()
@@ -131,34 +123,12 @@ class LocalPool:
         for device in wanted:
             old = self._channels.pop(device, None)
             if old is not None:
-                old.close(_CLOSE_S)
+                old.close(CLOSE_S)
         processes = {device: self._spawn(device) for device in wanted}
         for device, process in processes.items():
             self._channels[device] = Channel(device, process, self._linked(device, process))
         for pending in self.send({device: ("hello", {}) for device in wanted}):
             pending.wait(self._start_s)
-
-    def send(self, calls: Mapping[Device, tuple[str, Mapping[str, Any]]]) -> list[Pending]:
-        """Put one call per device in line, in one go, in device order."""
-        with self._order:
-            return [
-                self._channel(device, method).call(method, **kwargs)
-                for device, (method, kwargs) in sorted(calls.items())
-            ]
-
-    def call(self, device: Device, method: str, **kwargs: Any) -> Pending:
-        """Put one call in line."""
-        return self.send({device: (method, kwargs)})[0]
-
-    def kill(self, device: Device) -> None:
-        """End a seat without notice, and wait until it is gone."""
-        channel = self._channel(device, "kill")
-        channel.kill()
-        channel.join(_CLOSE_S)
-
-    def stop(self, device: Device) -> None:
-        """Let a seat finish its calls and end."""
-        self._channel(device, "stop").close(_CLOSE_S)
 
     def pid(self, device: Device) -> int:
         """Return the process id of a seat."""
@@ -171,13 +141,8 @@ class LocalPool:
         for channel in channels:
             channel.say_goodbye()
         for channel in channels:
-            channel.close(_CLOSE_S)
+            channel.close(CLOSE_S)
         self.folder.remove()
-
-    def _channel(self, device: Device, doing: str) -> Channel:
-        if device not in self._channels:
-            raise SeatDead(device, None, doing)
-        return self._channels[device]
 
     def _spawn(self, device: Device) -> subprocess.Popen[bytes]:
         index = f":{device.index}" if self._kind == "cuda" else ""
@@ -208,7 +173,7 @@ class LocalPool:
             return Link.as_driver(peer, self._secret, self._start_s)
         except (EOFError, OSError) as error:
             process.kill()
-            raise SeatDead(device, process.wait(_CLOSE_S), "start") from error
+            raise SeatDead(device, process.wait(CLOSE_S), "start") from error
 
 
 def _environment() -> dict[str, str]:

@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import wait
-from typing import Any
 
 import ray
 import torch.distributed as dist
 
 from nereus_adapters.torch.accountant import HUGE_PAGES
 from nereus_adapters.torch.channel import Pending
+from nereus_adapters.torch.line import CLOSE_S, SeatLine
 from nereus_adapters.torch.ray_pool.actor import SeatActor
 from nereus_adapters.torch.ray_pool.channel import ActorChannel
 from nereus_adapters.torch.ray_pool.nodes import SeatNodes, draining
@@ -24,15 +24,13 @@ from nereus_adapters.torch.values import SeatSettings
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead
 
-_CLOSE_S = 5.0
-"""Longest wait for a seat to end by itself. Chosen, not measured."""
 LOOK_S = 1.0
 """Between two looks at the cluster's nodes. Chosen: a drain notice comes 30 s ahead or more."""
 _PASSED_ON = ("HF_HUB_OFFLINE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
 """Of the driver's environment, what seats on other machines get too."""
 
 
-class RayPool:
+class RayPool(SeatLine[ActorChannel]):
     """Seats as Ray actors, one per device; the job's node names stand for Ray nodes.
 
     Does what `LocalPool` does (see there), and watches the cluster: a node that is about to leave
@@ -74,9 +72,8 @@ class RayPool:
         except BaseException:
             SESSION.leave()
             raise
-        self._channels: dict[Device, ActorChannel] = {}
+        super().__init__()
         self._spares: dict[Device, ActorChannel] = {}
-        self._order = threading.RLock()
         self._draining: frozenset[str] = frozenset()
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ray nodes", daemon=True)
@@ -86,11 +83,6 @@ class RayPool:
     def port(self) -> int:
         """Of the store, on the address by which the driver's node is known to Ray."""
         return int(self._store.port)
-
-    @property
-    def alive(self) -> frozenset[Device]:
-        """Devices whose seat answers."""
-        return frozenset(d for d, c in self._channels.items() if c.alive)
 
     @property
     def draining(self) -> frozenset[Device]:
@@ -124,28 +116,6 @@ class RayPool:
         for pending in self.send({device: ("hello", {}) for device in wanted}):
             self._await_start(pending)
 
-    def send(self, calls: Mapping[Device, tuple[str, Mapping[str, Any]]]) -> list[Pending]:
-        """Put one call per device in line, in one go, in device order."""
-        with self._order:
-            return [
-                self._channel(device, method).call(method, **kwargs)
-                for device, (method, kwargs) in sorted(calls.items())
-            ]
-
-    def call(self, device: Device, method: str, **kwargs: Any) -> Pending:
-        """Put one call in line."""
-        return self.send({device: (method, kwargs)})[0]
-
-    def kill(self, device: Device) -> None:
-        """End a seat without notice, and wait until it is gone."""
-        channel = self._channel(device, "kill")
-        channel.kill()
-        channel.join(_CLOSE_S)
-
-    def stop(self, device: Device) -> None:
-        """Let a seat finish its calls and end."""
-        self._channel(device, "stop").close(_CLOSE_S)
-
     def pid(self, device: Device) -> int:
         """Return the process id of a seat, on its node."""
         found: int = self.call(device, "hello").wait(self._start_s).value
@@ -160,19 +130,14 @@ class RayPool:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._watcher.join(_CLOSE_S)
+        self._watcher.join(CLOSE_S)
         channels = [*self._channels.values(), *self._spares.values()]
         for channel in channels:
             channel.say_goodbye()
         for channel in channels:
-            channel.close(_CLOSE_S)
+            channel.close(CLOSE_S)
         self._nodes.remove()
         SESSION.leave()
-
-    def _channel(self, device: Device, doing: str) -> ActorChannel:
-        if device not in self._channels:
-            raise SeatDead(device, None, doing)
-        return self._channels[device]
 
     def _await_start(self, pending: Pending) -> None:
         """Wait for a seat to come up, as long as its node is there."""
