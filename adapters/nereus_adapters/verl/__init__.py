@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 NAME = "verl"
 
+_ALL = {stage: full() for stage in Stage}
 _ISSUE = "issue 6"
-_LATER = not_yet("live changes of a verl job are not written yet", tracking=_ISSUE)
-_NONE = dict.fromkeys(Stage, _LATER)
 CAPABILITIES = Capabilities(
-    split=_NONE,
-    merge=_NONE,
-    extend=_NONE,
-    destroy=_NONE,
+    split=_ALL,
+    merge=_ALL,
+    extend=_ALL,
+    destroy=_ALL,
     features={
-        **dict.fromkeys(Feature, _LATER),
-        Feature.COLOCATED_STAGES: full(),
-        Feature.MEMORY_PROBE: full(),
+        **dict.fromkeys(Feature, full()),
+        Feature.UNIT_LOSS: unsupported("verl's trainer ends with the first rank that it loses"),
+        Feature.PARTIAL_ROLLOUT: unsupported("requests in flight are verl's own to resume"),
+        Feature.ASYNC_BOUNDARY: not_yet("separate_async is observed only", tracking=_ISSUE),
         Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
     },
 )

@@ -1,4 +1,4 @@
-"""calls: every wait for verl's processes has a timeout, and an error that names what was awaited."""
+"""calls: every wait for verl's processes has a timeout; its error names what was awaited."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def training_workers(worker: Any) -> Iterator[tuple[str, Any]]:
             for role in ("ref", "actor"):
                 if getattr(held, role, None) is not None:
                     yield role, getattr(held, role)
-        elif hasattr(held, "engine"):
+        elif getattr(held, "engine", None) is not None:
             yield key, held
 
 
@@ -74,5 +74,7 @@ def _facts(role: str, held: Any) -> EngineFacts:
         role=role,
         shard_size=1 if mesh is None else mesh.shape[-1],
         hf_config=engine.model_config.hf_config.to_dict(),
-        params_dtype="float32" if parameter is None else str(parameter.dtype).removeprefix("torch."),
+        params_dtype="float32"
+        if parameter is None
+        else str(parameter.dtype).removeprefix("torch."),
     )

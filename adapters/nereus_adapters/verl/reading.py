@@ -95,7 +95,7 @@ def _micro_batch(actor: Any, longest: int) -> int:
 
 
 def _precision(params_dtype: str, actor: Any) -> Precision:
-    """verl's FSDP keeps parameters, gradients and moments in one type, and computes in another."""
+    """Verl's FSDP keeps parameters, gradients and moments in one type, and computes in another."""
     each = _BYTES.get(params_dtype, 4)
     mixed = actor.get("fsdp_config", {}).get("mixed_precision") or {}
     computes = str(mixed.get("param_dtype", "bf16"))

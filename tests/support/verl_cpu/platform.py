@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed
-from nereus_plugins.post_import import after_import
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from nereus_plugins.post_import import after_import
 
 
 class CpuModule(types.ModuleType):

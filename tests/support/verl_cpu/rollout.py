@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import ray
 import torch
+
 from nereus_plugins.post_import import after_import
 
 GATHER_S = 0.02
