@@ -26,9 +26,10 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     from omegaconf import OmegaConf
 
     keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
-    settings = settings_of(keys, adapter=FRAMEWORK)
-    if settings is None:
+    found = settings_of(keys, adapter=FRAMEWORK)
+    if found is None:
         return trainer(config, *args, **kwargs)
+    settings = found
 
     class Adapted(trainer):  # type: ignore[misc]  # verl's class is known at run time only
         """verl's trainer with a boundary at every ``on_step_end``."""
