@@ -14,6 +14,7 @@ from nereus_core.forecast import Crossing, Forecaster
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
 from nereus_core.situation import Situation
+from nereus_core.transition import TransitionGraph
 from nereus_core.triggers import Levels, Signals, Trigger, Triggers, Wake
 from nereus_core.workload import Job
 
@@ -157,11 +158,12 @@ class Knowledge:
             triggers=self.triggers.changed(),
         )
 
-    def transitioned(self, predicted_s: float, measured_s: float) -> Self:
-        """Learn what a transition cost."""
+    def transitioned(self, graph: TransitionGraph, cost: CostModel, measured_s: float) -> Self:
+        """Learn what a transition took; ``cost`` is what it was predicted with."""
         elapsed_s = self.history.elapsed_s + measured_s
+        path = graph.longest(cost)
         return replace(
             self,
-            cost=self.cost.refined_transition(predicted_s, measured_s),
+            cost=self.cost.refined_transition(path, graph.atlas, measured_s),
             history=replace(self.history, elapsed_s=elapsed_s),
         )
