@@ -231,7 +231,7 @@ class Controller:
         decision = found.decision
         if decision.admitted and decision.path == "opportunistic" and (why := self._veto(decision)):
             decision = replace(decision, admitted=False, rule=f"vetoed: {why}")
-        self._known = self._known.decided(decision, wake)
+        self._known = self._known.decided(decision, wake, found.watch)
         self._log.emit(decision.event())
         self._notify("nereus_decided", decision=decision)
         return replace(found, decision=decision)

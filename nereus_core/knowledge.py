@@ -13,6 +13,7 @@ from nereus_core.cost.op_classes import OpClass
 from nereus_core.forecast import Crossing, Forecaster
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
+from nereus_core.planner import Watch
 from nereus_core.situation import Situation
 from nereus_core.transition import TransitionGraph
 from nereus_core.triggers import Levels, Signals, Trigger, Triggers, Wake
@@ -53,6 +54,8 @@ class Knowledge:
     recheck: Recheck | None = None
     longest: tuple[float, ...] = ()
     """Longest responses of the last steps."""
+    watch: Watch | None = None
+    """Of the plan that runs, since it was last found to be good."""
 
     @classmethod
     def of_job(
@@ -129,7 +132,7 @@ class Knowledge:
         since = self.history.steps_since_transition
         return 0 if since is None else max(0, self.triggers.policy.cooldown_steps - since)
 
-    def decided(self, decision: Decision, wake: Wake) -> Self:
+    def decided(self, decision: Decision, wake: Wake, watch: Watch | None) -> Self:
         """Measure changes from here on; a refusal is looked at again, ever more rarely."""
         looked = wake.trigger is Trigger.RECHECK and self.recheck is not None
         recheck = None if looked else self.recheck
@@ -142,7 +145,7 @@ class Knowledge:
                 self.step + wait, longer, f"a better plan was refused {wait} steps ago"
             )
         triggers = self.triggers.decided(self.lengths.response_mean)
-        return replace(self, triggers=triggers, recheck=recheck)
+        return replace(self, triggers=triggers, recheck=recheck, watch=watch)
 
     def attempted(self) -> Self:
         """A transition was tried: cool down, and trust no prediction for what runs now."""
@@ -156,6 +159,7 @@ class Knowledge:
             plan_was_seen=False,
             recheck=self._settling(self.triggers.policy, self.step),
             triggers=self.triggers.changed(),
+            watch=None,
         )
 
     def transitioned(self, graph: TransitionGraph, cost: CostModel, measured_s: float) -> Self:
