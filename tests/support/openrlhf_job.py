@@ -42,7 +42,9 @@ def make_assets(folder: Path, prompts: int = 64) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    sums = [f"Question: what is {a} plus {b}? Answer: {a + b}." for a in range(40) for b in range(40)]
+    sums = [
+        f"Question: what is {a} plus {b}? Answer: {a + b}." for a in range(40) for b in range(40)
+    ]
     tokenizer.train_from_iterator(
         sums,
         trainers.BpeTrainer(
@@ -182,6 +184,7 @@ def run(
     gpus: int = 8,
     timeout_s: float = 300.0,
     code: str = "",
+    more: dict[str, str] | None = None,
     module: str = "nereus_plugins.openrlhf",
 ) -> Ran:
     """Run a module with flags in a process group of its own, under a Ray of its own.
@@ -192,6 +195,7 @@ def run(
         gpus: Logical GPUs of the Ray.
         timeout_s: After which it is killed; the code is then that of the signal.
         code: Python that runs in the driver first.
+        more: Environment variables of the job and of Ray's workers.
         module: What to run.
     """
     import time
@@ -217,7 +221,7 @@ def run(
             [sys.executable, str(driver), *words],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(folder, gpus),
+            env=environment(folder, gpus) | (more or {}),
             cwd=folder,
             start_new_session=True,
         )

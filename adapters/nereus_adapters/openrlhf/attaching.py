@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from math import ceil
 from typing import Any
 
 from nereus_adapters.openrlhf import facts
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.calls import ask
-from nereus_adapters.openrlhf.inside import device_kind
+from nereus_adapters.openrlhf.checks import refuse_adapting
+from nereus_adapters.openrlhf.experience import per_group
+from nereus_adapters.openrlhf.inside import device_kind, max_steps
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.signals import Signals
 from nereus_core.config import NereusConfig
@@ -32,6 +35,9 @@ def attach(handle: object, config: NereusConfig) -> OpenRLHFAdapter:
     trainer: Any = handle
     section = facts.backend_section(config)
     facts.refuse_unreadable(trainer.args)
+    if config.enabled and config.mode == "adapt":
+        refuse_adapting(trainer.args)
+        per_group(trainer.experience_maker)
     asynchronous = bool(trainer.args.train.async_enable)
     gate = Gate(config.timeouts.boundary_s, asynchronous=asynchronous)
     running = Running(trainer, section, gate, Signals())
@@ -47,6 +53,9 @@ def attach(handle: object, config: NereusConfig) -> OpenRLHFAdapter:
         asynchronous=asynchronous,
     )
     rank0 = there[ACTOR_TRAIN]._actor_handlers[:1]
+    (running.max_steps,) = ask(
+        rank0, max_steps, awaited="the number of steps", timeout_s=section.call_s
+    )
     (kind,) = ask(rank0, device_kind, awaited="the kind of device", timeout_s=section.call_s)
     job = facts.job_of(
         trainer.args,
@@ -55,7 +64,7 @@ def attach(handle: object, config: NereusConfig) -> OpenRLHFAdapter:
         facts.cluster(tuple(running.bundles), kind, section),
         _num_steps(trainer),
     )
-    return OpenRLHFAdapter(running, job)
+    return OpenRLHFAdapter(running, job, version("openrlhf"))
 
 
 def _configs(args: Any) -> dict[str, dict[str, Any]]:

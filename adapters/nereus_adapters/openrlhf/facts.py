@@ -91,9 +91,7 @@ def workload(*, critic: bool, ref: bool, reward: bool, asynchronous: bool) -> Wo
     return Workload("ppo" if critic else "grpo", tuple(nodes), asynchronous)
 
 
-def models(
-    workload_: Workload, configs: Mapping[str, Mapping[str, Any]]
-) -> dict[str, ModelSpec]:
+def models(workload_: Workload, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelSpec]:
     """Return shapes by model.
 
     Args:
@@ -119,7 +117,8 @@ def cluster(devices: Sequence[Device], kind: str, section: BackendSection) -> Cl
         ConfigError: the device or link is unknown; lists those that are known.
     """
     name = section.device_spec or next(
-        (spec for word, spec in _BY_WORD.items() if word in kind), "cpu-seat" if kind == "cpu" else ""
+        (spec for word, spec in _BY_WORD.items() if word in kind),
+        "cpu-seat" if kind == "cpu" else "",
     )
     if name not in DEVICE_SPECS:
         raise ConfigError(

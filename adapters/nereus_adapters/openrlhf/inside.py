@@ -18,6 +18,8 @@ class Whereabouts:
     """Its placement group; None outside one."""
     bundles: tuple[int, ...]
     """Bundles of an engine of several devices, where vLLM was told them."""
+    share: float
+    """Of its device that Ray gave it; 0 for an engine whose workers are actors of their own."""
 
 
 def whereabouts(actor: Any) -> Whereabouts:
@@ -32,6 +34,7 @@ def whereabouts(actor: Any) -> Whereabouts:
         gpu=int(gpus[0]) if gpus else None,
         pg=get_current_placement_group(),
         bundles=tuple(map(int, told.split(","))) if told else (),
+        share=float(ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0)),
     )
 
 
@@ -48,6 +51,12 @@ def peak_bytes(actor: Any) -> int | None:
 
     if not torch.cuda.is_available():
         return None
-    peak = torch.cuda.max_memory_allocated()
+    peak: int = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return peak
+
+
+def max_steps(actor: Any) -> int | None:
+    """Return the optimizer steps that the schedule of the actor was made for."""
+    found: int | None = actor.max_steps
+    return found

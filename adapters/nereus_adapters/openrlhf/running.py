@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ _GROUPS = {
 
 @dataclass(slots=True)
 class Running:
-    """One job. Units are read off the groups and engines that the trainer has at the moment."""
+    """One job: OpenRLHF's objects, and which unit each of them stands for."""
 
     trainer: Any
     section: BackendSection
@@ -36,12 +35,15 @@ class Running:
     signals: Signals
     bundles: dict[Device, Bundle] = field(default_factory=dict)
     """All devices that the job holds, those without a unit among them."""
-    _devices: dict[Any, tuple[Device, ...]] = field(default_factory=dict)
-    """By id of a rank's or engine's actor."""
-    _names: dict[tuple[ModelStage, tuple[Device, ...], Layout, Any], UnitId] = field(
-        default_factory=dict
-    )
-    _serials: dict[ModelStage, itertools.count[int]] = field(default_factory=dict)
+    alive: UnitMap = field(default_factory=UnitMap)
+    ranks: dict[tuple[ModelStage, Device], Any] = field(default_factory=dict)
+    """Actors that are, or wait to be, a rank of a stage on a device."""
+    engines: dict[UnitId, Any] = field(default_factory=dict)
+    """Actors of vLLM engines by unit."""
+    max_steps: int | None = None
+    """Optimizer steps of the whole job, to which OpenRLHF stretches its learning-rate schedule."""
+    whole: set[tuple[ModelStage, Device]] = field(default_factory=set)
+    """Devices that OpenRLHF gave to one model alone: Ray starts nothing else on them."""
 
     @property
     def args(self) -> SimpleNamespace:
@@ -55,49 +57,48 @@ class Running:
         found = {stage: getattr(self.trainer, name) for stage, name in _GROUPS.items()}
         return {stage: group for stage, group in found.items() if group is not None}
 
-    @property
-    def engine_tp(self) -> int:
-        """Devices of one engine."""
-        return int(self.args.vllm.tensor_parallel_size)
-
     def look(self) -> None:
-        """Ask every rank and engine where it is; at the start, when all of them are idle."""
-        groups = list(self.groups.values())
-        engines = self.trainer.vllm_engines
-        found = seating(
-            [g._actor_handlers for g in groups], engines, self.engine_tp, self.section.start_s
-        )
-        for group, devices in zip(groups, found.ranks, strict=True):
-            for handle, device in zip(group._actor_handlers, devices, strict=True):
-                self._devices[handle._actor_id] = (device,)
-        for engine, taken in zip(engines, found.engines, strict=True):
-            self._devices[engine._actor_id] = taken
-        self.bundles |= found.bundles
+        """Ask every rank and engine where it is; at the start, when all of them are idle.
 
-    def devices_of(self, actor: Any) -> tuple[Device, ...]:
-        """Return the devices of a rank or an engine."""
-        return self._devices[actor._actor_id]
+        A unit is an engine, or a data-parallel replica of a group: ranks of one tensor-parallel
+        group.
+        """
+        groups, engines = self.groups, self.trainer.vllm_engines
+        tp = int(self.args.vllm.tensor_parallel_size)
+        handles = [group._actor_handlers for group in groups.values()]
+        found = seating(handles, engines, tp, self.section.start_s)
+        self.bundles = dict(found.bundles)
+        units: list[Unit] = []
+        shares = iter(found.shares)
+        for (stage, group), devices in zip(groups.items(), found.ranks, strict=True):
+            pairs = zip(devices, group._actor_handlers, strict=True)
+            self.ranks |= {(stage, device): handle for device, handle in pairs}
+            self.whole |= {(stage, device) for device in devices if next(shares) == 1.0}
+            units += cut(stage, devices, group.duplicate_actors)
+        for number, (engine, taken) in enumerate(zip(engines, found.engines, strict=True)):
+            unit = Unit(UnitId(ACTOR_GENERATE, number), Layout(tp), taken)
+            self.engines[unit.id] = engine
+            if next(shares) == 1.0:
+                self.whole |= {(ACTOR_GENERATE, device) for device in taken}
+            units.append(unit)
+        self.alive = UnitMap(units)
 
-    def units(self) -> UnitMap:
-        """Return the units alive: each engine, and each data-parallel replica of a group."""
-        found = []
-        for stage, group in self.groups.items():
-            tp = group.duplicate_actors
-            for first in range(0, len(group._actor_handlers), tp):
-                ranks = group._actor_handlers[first : first + tp]
-                devices = tuple(d for rank in ranks for d in self._devices[rank._actor_id])
-                found.append(self._unit(stage, Layout(tp), devices, ranks[0]._actor_id))
-        for engine in self.trainer.vllm_engines:
-            devices = self._devices[engine._actor_id]
-            layout = Layout(len(devices))
-            found.append(self._unit(ACTOR_GENERATE, layout, devices, engine._actor_id))
-        return UnitMap(found)
+    def devices_of(self, stage: ModelStage) -> tuple[Device, ...]:
+        """Return the devices of a stage in order of rank: units by id, then local rank."""
+        return tuple(d for unit in self.alive.of(stage) for d in unit.devices)
 
-    def _unit(
-        self, stage: ModelStage, layout: Layout, devices: tuple[Device, ...], actor: Any
-    ) -> Unit:
-        key = (stage, devices, layout, actor)
-        if key not in self._names:
-            serials = self._serials.setdefault(stage, itertools.count())
-            self._names[key] = UnitId(stage, next(serials))
-        return Unit(self._names[key], layout, devices)
+    def handles(self, stage: ModelStage) -> list[Any]:
+        """Return the ranks of a stage in order."""
+        return [self.ranks[stage, device] for device in self.devices_of(stage)]
+
+    def layout(self, stage: ModelStage) -> Layout:
+        """Return the layout that the units of a stage share."""
+        return self.alive.of(stage)[0].layout
+
+
+def cut(stage: ModelStage, devices: Sequence[Device], tp: int) -> list[Unit]:
+    """Cut the ranks of a group into units; OpenRLHF numbers ranks of one TP group in a row."""
+    return [
+        Unit(UnitId(stage, first // tp), Layout(tp), tuple(devices[first : first + tp]))
+        for first in range(0, len(devices), tp)
+    ]

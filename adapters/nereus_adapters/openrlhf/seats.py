@@ -34,6 +34,8 @@ class Seating:
     engines: tuple[tuple[Device, ...], ...]
     """By engine, then by tensor-parallel rank."""
     bundles: dict[Device, Bundle]
+    shares: tuple[float, ...]
+    """Of its device that each rank holds, then each engine, in the order given."""
 
 
 def seating(
@@ -65,7 +67,7 @@ def seating(
         for rank, (device, where) in enumerate(zip(devices, mine, strict=True)):
             bundles.setdefault(device, Bundle(where.pg, rank if where.pg is not None else 0))
         by_group.append(devices)
-    by_engine = []
+    by_engine: list[tuple[Device, ...]] = []
     for number, where in enumerate(found[start:]):
         if engine_tp == 1:
             device = _named(where)
@@ -77,7 +79,8 @@ def seating(
         devices = tuple(_free(node, taken) for node in nodes)
         bundles |= {d: Bundle(where.pg, i) for d, i in zip(devices, indices, strict=True)}
         by_engine.append(devices)
-    return Seating(tuple(by_group), tuple(by_engine), bundles)
+    shares = tuple(where.share or 1.0 for where in found)
+    return Seating(tuple(by_group), tuple(by_engine), bundles, shares)
 
 
 def _named(where: Whereabouts) -> Device:

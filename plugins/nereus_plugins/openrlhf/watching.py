@@ -63,5 +63,3 @@ def _at_every_boundary(trainer: Any, session: Session) -> None:
         figures.update(session.at_boundary())
 
     trainer.save_logs_and_checkpoints = saved
-
-

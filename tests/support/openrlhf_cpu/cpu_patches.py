@@ -14,7 +14,7 @@ GROUP_S = timedelta(seconds=120)
 
 
 def _cuda_calls(_):
-    # openrlhf calls torch.cuda.* unconditionally, e.g. utils/deepspeed/deepspeed.py:setup_distributed
+    # openrlhf calls torch.cuda.* unconditionally, e.g. in DeepspeedStrategy.setup_distributed
     import torch
 
     if not torch.cuda.is_available():

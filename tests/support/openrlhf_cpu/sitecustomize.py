@@ -6,3 +6,8 @@ if os.environ.get("OPENRLHF_ON_CPU") == "1":
     import cpu_patches
 
     cpu_patches.install()
+
+if os.environ.get("OPENRLHF_TEST_FORCE"):
+    import forced
+
+    forced.install()
