@@ -60,8 +60,8 @@ class Extent:
         rows = np.arange(first, max(first, last), dtype=np.int64)
         begin = np.maximum(rows * self.inner, self.start)
         end = np.minimum((rows + 1) * self.inner, self.stop)
-        starts: Indices = rows * self.pitch + self.shift + (begin - rows * self.inner)
-        lengths: Indices = end - begin
+        starts = (rows * self.pitch + self.shift + begin - rows * self.inner).astype(np.int64)
+        lengths = (end - begin).astype(np.int64)
         return starts, lengths
 
 

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from nereus_adapters.openrlhf import engines, groups
+from nereus_adapters.openrlhf.calls import outcome
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
 from nereus_core.errors import NereusError, TransitionFailed
@@ -86,7 +87,18 @@ class Linking:
         if not set(stages).isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
             engines.bring_up(self._running)
             engines.tie(self._running)
+        self._publish()
         return taken
+
+    def _publish(self) -> None:
+        """Tell processes that hold handles of their own, where whoever attached provides for it."""
+        running = self._running
+        directory = getattr(running.trainer, "nereus_directory", None)
+        if directory is None:
+            return
+        ranks = {first: running.handles(stage) for stage, first in running.first.items()}
+        told = directory.publish.remote(list(running.trainer.vllm_engines), ranks)
+        outcome(told, "the directory of ranks and engines", running.section.call_s)
 
     def _back(self, cause: Exception) -> None:
         """Build the layout that was linked last from what is parked, in new processes."""

@@ -42,6 +42,8 @@ class Running:
     """Actors of vLLM engines by unit."""
     max_steps: int | None = None
     """Optimizer steps of the whole job, to which OpenRLHF stretches its learning-rate schedule."""
+    first: dict[ModelStage, str] = field(default_factory=dict)
+    """Rank 0 of each group at the start of the job: the driver knows the group by it."""
     whole: set[tuple[ModelStage, Device]] = field(default_factory=set)
     """Devices that OpenRLHF gave to one model alone: Ray starts nothing else on them."""
 
@@ -74,6 +76,7 @@ class Running:
             pairs = zip(devices, group._actor_handlers, strict=True)
             self.ranks |= {(stage, device): handle for device, handle in pairs}
             self.whole |= {(stage, device) for device in devices if next(shares) == 1.0}
+            self.first[stage] = group._actor_handlers[0]._actor_id.hex()
             units += cut(stage, devices, group.duplicate_actors)
         for number, (engine, taken) in enumerate(zip(engines, found.engines, strict=True)):
             unit = Unit(UnitId(ACTOR_GENERATE, number), Layout(tp), taken)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+import uuid
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from nereus_core.backend_status import require_backend
 from nereus_core.config import NereusConfig
@@ -15,16 +17,15 @@ from nereus_core.errors import NereusError
 from nereus_core.registry import Registry
 from nereus_core.seams import check_seam
 from nereus_plugins.banner import say
+from nereus_plugins.openrlhf.directory import following, saving_current
 from nereus_plugins.openrlhf.flags import split_flags
 from nereus_plugins.openrlhf.watching import FRAMEWORK, watched
 from nereus_plugins.settings import settings_of
 
 CLI = "openrlhf.cli.train_ppo_ray"
-TRAINERS = (
-    ("openrlhf.trainer.ppo_trainer", "PPOTrainer"),
-    ("openrlhf.trainer.ppo_trainer_async", "TrainingActor"),
-)
-"""Classes of Ray actors whose ``fit`` is wrapped: the only names of OpenRLHF that change."""
+_TRAINER = "openrlhf.trainer.ppo_trainer"
+_ASYNC = "openrlhf.trainer.ppo_trainer_async"
+_LAUNCHER = "openrlhf.trainer.ray.launcher"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
         keys, rest = split_flags(argv)
         config = settings_of(keys, adapter=FRAMEWORK)
         if config is not None:
-            config = config.model_copy(update={"run_dir": Path(config.run_dir).absolute()})
-            prepare(config)
+            prepare(config.model_copy(update={"run_dir": Path(config.run_dir).absolute()}))
     except NereusError as error:
         say(f"[nereus] {type(error).__name__}: {error}")
         return 2
@@ -48,7 +48,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(config: NereusConfig) -> None:
-    """Check that OpenRLHF is the one Nereus knows, and wrap its trainers.
+    """Check that OpenRLHF is the one Nereus knows, and wrap its trainers' loops.
+
+    In modes observe and advise ``fit`` of the trainer is all that is wrapped. Mode adapt adds two
+    names whose processes hold handles of their own: the asynchronous generator's ``fit``, and the
+    driver's ``async_save_model``.
 
     Raises:
         AdapterError: OpenRLHF is missing, has another version, or a seam of it is gone.
@@ -57,23 +61,25 @@ def prepare(config: NereusConfig) -> None:
     require_backend(declared)
     for seam in declared.seams:
         check_seam(seam)
-    say(f"[nereus] {_version('nereus')} before OpenRLHF {_version('openrlhf')}: mode {config.mode}")
-    for module, name in TRAINERS:
-        _wrap(getattr(importlib.import_module(module), name), config)
+    say(f"[nereus] {version('nereus')} before OpenRLHF {version('openrlhf')}: mode {config.mode}")
+    adapts = config.enabled and config.mode == "adapt"
+    name = f"nereus-{uuid.uuid4().hex}" if adapts else None
+    for module, actor in ((_TRAINER, "PPOTrainer"), (_ASYNC, "TrainingActor")):
+        _wrap(_travelling(module, actor), "fit", lambda fit: watched(fit, config, name))
+    if name is not None:
+        _wrap(_travelling(_ASYNC, "GenerateSamplesActor"), "fit", lambda fit: following(fit, name))
+        group = importlib.import_module(_LAUNCHER).RayActorGroup
+        _wrap(group, "async_save_model", lambda save: saving_current(save, name))
 
 
-def _wrap(actor_class: object, config: NereusConfig) -> None:
-    """Wrap the loop of a Ray actor class.
+def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    setattr(owner, name, around(getattr(owner, name)))
 
-    Ray copies methods onto a class of its own when it decorates, and that class is what travels to
-    the actor by value; the one that was decorated never does.
+
+def _travelling(module: str, name: str) -> Any:
+    """Return the class behind a class of Ray actors that is sent to their processes.
+
+    Ray copies methods onto a class of its own when it decorates, and that one travels, by value; a
+    change of the class that was decorated would never arrive.
     """
-    travels = actor_class.__ray_metadata__.modified_class  # type: ignore[attr-defined]  # of Ray
-    travels.fit = watched(travels.fit, config)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "(not installed as a distribution)"
+    return getattr(importlib.import_module(module), name).__ray_metadata__.modified_class

@@ -14,29 +14,41 @@ from typing import Any
 
 from nereus_core.config import NereusConfig
 from nereus_plugins.banner import refusal, say
+from nereus_plugins.openrlhf.bounds import bounded
+from nereus_plugins.openrlhf.directory import open_on
 from nereus_plugins.session import Session, open_session
 
 FRAMEWORK = "openrlhf"
 
 
-def watched(fit: Callable[..., Any], config: NereusConfig) -> Callable[..., Any]:
-    """Return the loop of a trainer with Nereus around it."""
+def watched(fit: Callable[..., Any], config: NereusConfig, name: str | None) -> Callable[..., Any]:
+    """Return the loop of a trainer with Nereus around it.
+
+    Args:
+        fit: OpenRLHF's own loop.
+        config: The settings.
+        name: Of the directory, in mode adapt.
+    """
 
     @functools.wraps(fit)
     def fit_watched(self: Any, global_step: int = 0) -> Any:
-        return run_watched(self, functools.partial(fit, self, global_step), config)
+        return run_watched(self, functools.partial(fit, self, global_step), config, name)
 
     return fit_watched
 
 
-def run_watched(trainer: Any, fit: Callable[[], Any], config: NereusConfig) -> Any:
+def run_watched(
+    trainer: Any, fit: Callable[[], Any], config: NereusConfig, name: str | None
+) -> Any:
     """Run a trainer's loop under a session.
 
     Where Nereus cannot attach, the job goes on without it in modes observe and advise, with a
     warning; in mode adapt the error is the job's, before its first step.
     """
     try:
-        session = open_session(FRAMEWORK, trainer, config)
+        if name is not None:
+            open_on(trainer, name)
+        session = open_session(FRAMEWORK, trainer, bounded(config, trainer.args))
     except Exception as error:
         if config.enabled and config.mode == "adapt":
             raise
