@@ -131,6 +131,12 @@ class SglangEngine:
             self._send((-1, "submit", arguments))
         return response.future
 
+    def drawn(self, prompt_id: str) -> tuple[int, ...]:
+        """Return the tokens that a response in flight has so far; none when it has ended."""
+        with self._lock:
+            response = self._responses.get(prompt_id)
+            return () if response is None else tuple(response.tokens)
+
     def interrupt(self) -> None:
         """End every response in flight with the tokens it has."""
         self.call("interrupt", timeout_s=self._wait_s)
