@@ -14,8 +14,8 @@ from nereus_core.events import RunFinished, TransitionFinished, read_events
 pytestmark = pytest.mark.real
 
 TIE = 0.06
-"""Lead of a greedy token in logits below which bfloat16 may pick another: logits of this model are
-below 4, where neighbouring bfloat16 values are 0.016 apart, and two computations differ by a few."""
+"""Lead of a greedy token in logits below which bfloat16 may pick another: logits of this model
+are below 4, where neighbors are 0.016 apart, and two computations differ by a few of those."""
 
 
 def adapt(assets, folder, force, faults=None, call_s=60, **changes):
@@ -169,7 +169,7 @@ def test_an_asynchronous_job_generates_on_its_new_engines(assets, tmp_path):
 
 
 def test_what_fails_while_a_job_changes_leaves_the_old_job(assets, tmp_path):
-    ran, (rank, engine, hung), events = adapt(
+    ran, (rank, engine, hung), _ = adapt(
         assets,
         tmp_path,
         {
