@@ -3,7 +3,7 @@
 import re
 
 
-def reward_func(queries, prompts, labels):
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, object]:
     """Score one response, as OpenRLHF's ``--reward.remote_url FILE.py`` asks for them."""
     (query,), (prompt,), (label,) = queries, prompts, labels
     numbers = re.findall(r"-?\d+", query[len(prompt) :])
