@@ -27,6 +27,7 @@ def adapt(assets, folder, force, faults=None, call_s=60, **changes):
         "OPENRLHF_TEST_FORCE": json.dumps(force),
         "OPENRLHF_TEST_SEEN": str(seen),
         "OPENRLHF_TEST_FAULT": json.dumps(faults or {}),
+        "OPENRLHF_TEST_GROUP_S": str(call_s),
     }
     words += openrlhf_job.flags(assets, folder, **changes)
     ran = openrlhf_job.run(words, folder, more=more, timeout_s=420)
