@@ -265,4 +265,3 @@ def together(calls: Sequence[Callable[[], object]]) -> list[BaseException | None
         return []
     with ThreadPoolExecutor(len(calls), thread_name_prefix="nereus engines") as threads:
         return [future.exception() for future in [threads.submit(call) for call in calls]]
-

@@ -346,7 +346,11 @@ class RolloutJob:
         """Rebuild a lost engine on a thread of its own, once."""
         with self._lock:
             known = self._units.get(unit)
-            if known is None or unit in self._rebuilds or not self._failed.isdisjoint(known.devices):
+            if (
+                known is None
+                or unit in self._rebuilds
+                or not self._failed.isdisjoint(known.devices)
+            ):
                 return
             done: Future[None] = Future()
             self._rebuilds[unit] = done
@@ -411,4 +415,3 @@ def _metrics(signals: Mapping[UnitId, EngineSignals]) -> dict[str, float]:
         if seen.first_token_s is not None:
             found[f"{unit}/first_token_s"] = seen.first_token_s
     return found
-

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus_adapters.rollout.segment import PREFIX, Segment
+from nereus_adapters.rollout.segment import PREFIX, remove
 from nereus_adapters.rollout.weights import Piece, Published, assign, publish
 from nereus_core.cluster import Device
 from nereus_core.model import ModelSpec
@@ -27,15 +28,14 @@ class Store:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._published: dict[int, Published] = {}
-        self._segments: dict[int, tuple[Segment, ...]] = {}
 
-    def add(self, published: Published, segments: Iterable[Segment]) -> None:
+    def add(self, published: Published) -> None:
         """Keep a version; one of the same number is replaced."""
         with self._lock:
-            old = self._segments.pop(published.version, ())
+            old = self._published.get(published.version)
             self._published[published.version] = published
-            self._segments[published.version] = tuple(segments)
-        _drop(old)
+        if old is not None:
+            remove(old.segments - published.segments)
 
     def get(self, version: int) -> Published:
         """Return a version; raises KeyError for one that nobody has needed for a while."""
@@ -43,23 +43,15 @@ class Store:
             return self._published[version]
 
     def keep(self, versions: Collection[int]) -> None:
-        """Forget all other versions."""
+        """Forget all other versions, and remove their segments."""
         with self._lock:
-            gone = [v for v in self._published if v not in versions]
-            old = [segment for v in gone for segment in self._segments.pop(v)]
-            for version in gone:
-                del self._published[version]
-        _drop(old)
+            gone = [self._published.pop(v) for v in list(self._published) if v not in versions]
+        for published in gone:
+            remove(published.segments)
 
     def close(self) -> None:
         """Forget everything."""
         self.keep(())
-
-
-def _drop(segments: Iterable[Segment]) -> None:
-    for segment in segments:
-        segment.remove()
-        segment.close()
 
 
 def publish_here(
@@ -70,7 +62,7 @@ def publish_here(
     version: int,
     dtype: str,
     max_devices: int,
-) -> tuple[Published, list[Segment]]:
+) -> Published:
     """Publish the weights of a trainer whose devices this process can read.
 
     A trainer with a process per device calls `weights.publish` in each of them instead.
@@ -78,21 +70,16 @@ def publish_here(
     Raises:
         KeyError: a part of the model is held by no device.
     """
-    segments: list[Segment] = []
     pieces: list[Piece] = []
     for device, cells in assign(model, holders, max_devices).items():
-        name = segment_name(version)
 
         def at(tensor: str, box: Box, device: Device = device) -> NDArray[np.generic]:
             return read(device, tensor, box)
 
-        segment, written = publish(name, cells, at)
-        segments.append(segment)
-        pieces += written
-    return Published(version, model, dtype, tuple(pieces)), segments
+        pieces += publish(segment_name(os.getpid(), version), cells, at)
+    return Published(version, model, dtype, tuple(pieces))
 
 
-def segment_name(version: int) -> str:
-    """Return a name that nobody can guess and no segment has."""
-    return f"{PREFIX}{version}-{secrets.token_hex(8)}"
-
+def segment_name(driver: int, version: int) -> str:
+    """Return a name that no segment has; `segment.sweep` finds it when the driver has ended."""
+    return f"{PREFIX}{driver}-{version}-{secrets.token_hex(8)}"

@@ -121,7 +121,7 @@ class HfTrainer:
             return arrays[f"{Slot.PARAM}/{tensor}"][box.within(shard[tensor])]
 
         store.add(
-            *publish_here(
+            publish_here(
                 self._job.models["actor"],
                 [(device, shard) for device, (shard, _) in sorted(shards.items())],
                 read,
@@ -306,4 +306,3 @@ def _keys(model: ModelSpec, stage: Stage) -> Iterator[tuple[str, tuple[int, ...]
     for slot in slots_of(stage):
         for rule in tensor_rules(model):
             yield f"{slot}/{rule.name}", rule.shape
-

@@ -55,7 +55,9 @@ SEAMS = (
     Seam("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", ("request_ids",)),
     Seam("vllm.v1.engine.llm_engine", "LLMEngine.step", ()),
     Seam("vllm.v1.engine.llm_engine", "LLMEngine.set_weight_version"),
-    Seam("vllm.v1.metrics.loggers", "StatLoggerBase.record", ("scheduler_stats", "iteration_stats")),
+    Seam(
+        "vllm.v1.metrics.loggers", "StatLoggerBase.record", ("scheduler_stats", "iteration_stats")
+    ),
     Seam(
         "vllm.v1.executor.abstract",
         "Executor.collective_rpc",
@@ -112,9 +114,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
 
 
 @hookimpl
-def nereus_create_adapter(
-    name: str, handle: object, config: NereusConfig
-) -> RolloutAdapter | None:
+def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> RolloutAdapter | None:
     """Attach to the generate stage of a running job."""
     if name != NAME:
         return None

@@ -1,4 +1,4 @@
-"""The conformance harness: a tiny Llama in float32 on vLLM engines, on four seats that stay warm."""
+"""The conformance harness: a tiny Llama in float32 on vLLM, on four seats that stay warm."""
 
 from __future__ import annotations
 
@@ -231,4 +231,3 @@ def write_model(folder: Path, config: Mapping[str, object] = TINY) -> Path:
     """Write a config.json; engines read no weights from disk."""
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     return folder
-

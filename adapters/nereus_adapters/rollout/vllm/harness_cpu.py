@@ -45,7 +45,11 @@ class CpuExtension(Extension):
 
 def _held(causal: Any) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
     """Take a Llama of vLLM apart into parts of the checkpoint's tensors."""
-    model, tied, tp_rank = causal.model, causal.config.tie_word_embeddings, get_tp_group().rank_in_group
+    model, tied, tp_rank = (
+        causal.model,
+        causal.config.tie_word_embeddings,
+        get_tp_group().rank_in_group,
+    )
     first, last = get_pp_group().is_first_rank, get_pp_group().is_last_rank
     if first:
         yield "model.embed_tokens.weight", *_rows(model.embed_tokens, model.embed_tokens.weight)
