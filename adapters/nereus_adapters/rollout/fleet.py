@@ -1,8 +1,8 @@
 """Fleet: engines that serve one model, and the prompts in flight on them.
 
 Prompts go to the engine with the least work among those in routing whose weights are current. A
-prompt whose engine is interrupted, retired or lost goes on elsewhere with the tokens it has: none is
-drawn twice and none is dropped.
+prompt whose engine is interrupted, retired or lost goes on elsewhere with the tokens it has: none
+is drawn twice and none is dropped.
 """
 
 from __future__ import annotations

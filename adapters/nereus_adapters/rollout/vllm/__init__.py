@@ -35,7 +35,7 @@ CAPABILITIES = Capabilities(
     features={
         **{feature: full() for feature in Feature},
         Feature.FINGERPRINT: unsupported(
-            "an engine holds weights in its kernels' form; every cell's digest is checked on arrival"
+            "engines hold weights in their kernels' form; digests are checked as weights arrive"
         ),
         Feature.EFFICIENCY_PROBE: unsupported("tokens per second are measured, classes are not"),
     },
