@@ -80,7 +80,7 @@ class Seat:
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
-        shard = spec.build(self.device)
+        shard = spec.build(self.device, self.accountant.storage)
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
@@ -94,7 +94,7 @@ class Seat:
         counters: Mapping[str, int | float],
     ) -> None:
         """Build a shard with the state that a checkpoint has."""
-        shard = spec.build(self.device)
+        shard = spec.build(self.device, self.accountant.storage)
         shard.replace(read_boxes(Path(folder), pieces, shard))
         shard.counters.update(counters)
         self.accountant.take(shard.resident_bytes())
@@ -176,6 +176,13 @@ class Seat:
         if reset:
             self.accountant.reset_peak()
         return seen
+
+    def warm_bytes(self) -> int:
+        """Return the bytes of pages that ended state has left here, which hold nothing: measured.
+
+        They are the kernel's whenever anybody needs memory; see `pages`.
+        """
+        return self.accountant.pages.warm_bytes()
 
     def measured_bytes(self) -> int:
         """Return the bytes of all distinct storages of tensors that live in this process.
@@ -399,6 +406,7 @@ class Seat:
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+        self.accountant.pages.rest()
 
 
 def once(settings: SeatSettings) -> Callable[[], Seat]:

@@ -21,6 +21,7 @@ from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
 
 Key = tuple[Slot, str]
+_HOST = torch.device("cpu")
 
 
 class Transfer:
@@ -60,7 +61,7 @@ class Transfer:
     def _build(self) -> None:
         if self.part.spec is None:
             return
-        self._new = self.part.spec.build(self._device)
+        self._new = self.part.spec.build(self._device, self._accountant.storage)
         fetched = _by_name(self.part.fetched)
         for name in self._new.names:
             box = self._new.box(name)
@@ -80,7 +81,7 @@ class Transfer:
         if limit is None or self._staged_bytes + size <= limit:
             self._staged_bytes += size
             return self._accountant.empty(box.shape, dtype, self._device)
-        tensor = torch.empty(box.shape, dtype=dtype)
+        tensor = self._accountant.storage(box.shape, dtype, _HOST)
         self._in_host.add(id(tensor))
         return tensor
 
