@@ -113,7 +113,8 @@ class Seat:
         if park:
             self._to_host(shard)
             self.parked[unit] = shard
-        del shard
+        else:
+            shard.clear()
         self._free()
 
     def unload(self, unit: UnitId) -> None:
@@ -123,7 +124,9 @@ class Seat:
 
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
-        self.parked.pop(unit, None)
+        if unit in self.parked:
+            self.parked.pop(unit).clear()
+            self._free()
 
     def _to_host(self, shard: UnitShard) -> None:
         for name in shard.names:
@@ -394,7 +397,8 @@ class Seat:
             self.abandon(op)
         for unit in list(self.units):
             self.drop(unit)
-        self.parked.clear()
+        for unit in list(self.parked):
+            self.unpark(unit)
         self.accountant = Accountant()
         self.faults = Faults(self.accountant)
 

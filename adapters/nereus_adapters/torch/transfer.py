@@ -165,7 +165,7 @@ class Transfer:
             assert old is not None
             if name in self._adopted:
                 found[slot, name] = old.tensor(slot, name)
-                self._blank(old, slot, name)
+                old.blank(slot, name)
                 continue
             whole = self._accountant.empty(box.shape, new.dtype(slot), self._device)
             common = box.intersect(old.box(name))
@@ -176,7 +176,7 @@ class Transfer:
                 self._drop_staged(tensor)
             del self._patches[slot, name]
             self._accountant.drop(old.tensor(slot, name).nbytes)
-            self._blank(old, slot, name)
+            old.blank(slot, name)
             found[slot, name] = whole
         return found
 
@@ -230,12 +230,7 @@ class Transfer:
             tensor = shard.tensor(slot, name)
             if not tensor.is_meta:
                 self._accountant.drop(tensor.nbytes)
-                self._blank(shard, slot, name)
-
-    def _blank(self, shard: UnitShard, slot: Slot, name: str) -> None:
-        """Let go of a tensor's storage: a tensor without any takes its place."""
-        shape, dtype = shard.box(name).shape, shard.dtype(slot)
-        shard.replace({(slot, name): torch.empty(shape, dtype=dtype, device="meta")})
+                shard.blank(slot, name)
 
 
 def reader(

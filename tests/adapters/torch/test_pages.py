@@ -1,6 +1,7 @@
 """Pages of ended state stay with the seat, are used again, and are never used twice at once."""
 
 import gc
+import itertools
 import random
 
 import pytest
@@ -31,7 +32,7 @@ def test_tensors_never_share_a_byte(seed):
         assert tensor.data_ptr() % 64 == 0
         assert bool((tensor == number % 100).all())
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in alive.values())
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_what_is_gone_is_used_again_and_lies_in_memory_until_then():

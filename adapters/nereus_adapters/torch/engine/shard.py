@@ -138,6 +138,17 @@ class UnitShard:
             else:
                 self._moments[slot, name] = tensor
 
+    def blank(self, slot: Slot, name: str) -> None:
+        """Let go of a tensor's storage: a tensor without any takes its place."""
+        shape, dtype = self._boxes[name].shape, self.dtype(slot)
+        self.replace({(slot, name): torch.empty(shape, dtype=dtype, device="meta")})
+
+    def clear(self) -> None:
+        """Let go of all storage at once; modules refer to themselves, and are collected later."""
+        for slot in self.slots:
+            for name in self._boxes:
+                self.blank(slot, name)
+
     def init(self, seed: int) -> None:
         """Fill with random weights and zero moments; the same model in every layout."""
         norm = norm_start(self.model.family)

@@ -20,9 +20,7 @@ Storage = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 """Makes an uninitialized tensor; where state comes to lie."""
 
 
-def plain_storage(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def plain_storage(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a tensor as torch does."""
     return torch.empty(shape, dtype=dtype, device=device)
 
