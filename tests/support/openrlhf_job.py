@@ -236,3 +236,7 @@ def run(
             shutil.rmtree(temporary, ignore_errors=True)
     text = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
     return Ran(code_, text, time.monotonic() - start_s)
+
+
+if __name__ == "__main__":
+    make_assets(Path(sys.argv[1]))

@@ -14,8 +14,8 @@ from collections.abc import Collection
 import ray
 from ray.exceptions import RayError
 
-from nereus_adapters.openrlhf import engines, groups
-from nereus_adapters.openrlhf.calls import outcome
+from nereus_adapters.openrlhf import engines, groups, ranks
+from nereus_adapters.openrlhf.calls import ask, outcome
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
 from nereus_core.errors import NereusError, TransitionFailed
@@ -110,6 +110,11 @@ class Linking:
                 for unit in list(running.engines):
                     ray.kill(running.engines.pop(unit))
             running.alive = self._linked
+            if (
+                ACTOR_TRAIN not in self._changed
+            ):  # its rank 0 may still wait for an engine that died
+                ask(running.handles(ACTOR_TRAIN), ranks.idle, timeout_s=running.section.start_s,
+                    awaited="the actor's ranks to give the old weight-sync group up")  # fmt: skip
             self._build(self._changed)
         except FAILURES as error:
             error.__cause__ = cause
