@@ -16,6 +16,7 @@ SEAMS = (
     Seam(_TRAINER, "PPOTrainer.fit", ("self", "agent_loop_manager")),
     Seam(_TRAINER, "PPOTrainer.step", ("self", "metrics", "timing_raw")),
     Seam(_TRAINER, "PPOTrainer.on_step_end", ("self",)),
+    Seam(_TRAINER, "PPOTrainer._balance_batch", ("self", "batch", "metrics")),
     Seam(_TRAINER, "PPOTrainer._compute_metrics", ("self", "batch", "metrics", "timing_raw")),
     Seam("verl.trainer.ppo.v1", "get_trainer_cls"),
     Seam("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync.on_step_end", ("self",)),
