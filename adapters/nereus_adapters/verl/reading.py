@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,12 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def job_of(
-    trainer: Any, facts: WorkerFacts, devices: Sequence[Device], settings: VerlSettings
+    trainer: Any,
+    facts: WorkerFacts,
+    devices: Sequence[Device],
+    settings: VerlSettings,
+    *,
+    hybrid: bool,
 ) -> Job:
     """Read a Job; touches no device.
 
@@ -39,6 +45,7 @@ def job_of(
         facts: Of the first worker of the actor.
         devices: All that the job may use.
         settings: ``nereus.backend``.
+        hybrid: Whether rollouts share the trainers' processes.
     """
     config = trainer.config
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -64,7 +71,17 @@ def job_of(
         if config.actor_rollout_ref.model.get("enable_gradient_checkpointing", False)
         else "none",
         sequence_parallel=True,
+        together=(frozenset(_workload(trainer).stages),) if hybrid else (),
+        device_batch=math.gcd(int(config.data.train_batch_size), _mini_batch(config))
+        * int(rollout.n),
     )
+
+
+def _mini_batch(config: Any) -> int:
+    """Prompts of a mini-batch, which every engine shares out among all its ranks."""
+    sizes = [int(config.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    critic = config.get("critic", {}).get("ppo_mini_batch_size")
+    return math.gcd(*sizes, int(critic)) if critic else sizes[0]
 
 
 def _has_reference(trainer: Any) -> bool:

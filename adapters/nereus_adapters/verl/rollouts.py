@@ -73,7 +73,7 @@ class Rollouts:
         self._replicas[unit.id] = replica
 
     def end(self, unit: UnitId) -> None:
-        """End a unit's replica: at once, or with the epoch switch where the job may still need it."""
+        """End a unit's replica: at once, or with the epoch switch where the job may need it."""
         if unit not in self._linked:
             _end(self._replicas.pop(unit))
 
@@ -135,7 +135,7 @@ class Rollouts:
 
 def shutdown_engine(server: Any) -> None:
     """End what a rollout server started; runs inside it."""
-    engine = getattr(server, "engine", None)
+    engine: Any = getattr(server, "engine", None)
     if hasattr(engine, "shutdown"):
         engine.shutdown()
 

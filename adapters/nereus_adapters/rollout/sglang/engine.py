@@ -147,7 +147,7 @@ class SglangEngine:
     def update_weights(self, version: int, manifest: Manifest) -> None:
         """Let each rank read its pieces of a manifest."""
         self._version = None
-        self.call("load", manifest=pickle.dumps(manifest))
+        self.call("load", manifest=pickle.dumps(manifest), timeout_s=self._wait_s)
         self._version = version
 
     def begin_receiving(self) -> None:

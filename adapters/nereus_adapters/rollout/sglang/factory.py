@@ -14,6 +14,7 @@ from nereus_adapters.rollout.sglang.engine import SglangEngine
 from nereus_adapters.rollout.sglang.pool import StemPool
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
+from nereus_core.model import ModelSpec
 
 _NO_EOS: Mapping[str, Any] = {"eos_token_id": None}
 """Responses end at the tokens that a prompt's sampling names, and at no other."""
@@ -32,6 +33,7 @@ class SglangEngines:
         arguments: further arguments of `sglang.Engine`.
         wait_s: longest wait for an answer of an engine.
         start_s: longest wait until an engine serves.
+        pool: of somebody else, who closes it.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class SglangEngines:
         dtype: str = "float32",
         max_tokens: int | None = None,
         max_running: int | None = None,
-        arguments: Mapping[str, Any] = _NO_EOS,
+        arguments: Mapping[str, Any] | None = None,
         wait_s: float = 60.0,
         start_s: float = 180.0,
+        pool: StemPool | None = None,
     ) -> None:
         self._device, self._devices = device, frozenset(devices)
         self._wait_s, self._start_s = wait_s, start_s
+        self._kv_heads = ModelSpec.from_hf_config(hf_config).num_kv_heads
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-model-")
         config = Path(self._folder.name) / "config.json"
         config.write_text(json.dumps({**hf_config, **_NO_EOS}))
@@ -63,9 +67,10 @@ class SglangEngines:
             "log_level": "error",
             "skip_server_warmup": True,
             **(_ON_CPU if device == "cpu" else {}),
-            **({} if arguments is _NO_EOS else arguments),
+            **(arguments or {}),
         }
-        self.pool = StemPool(_STEM_ON_CPU if device == "cpu" else {}, start_s=start_s)
+        self._owns_pool = pool is None
+        self.pool = pool or new_pool(device, start_s=start_s)
 
     @property
     def healthy(self) -> frozenset[Device]:
@@ -74,8 +79,12 @@ class SglangEngines:
 
     def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> SglangEngine:
         """Start an engine without weights."""
-        if layout.pp > 1:
-            raise EngineError(name, "come up", f"{layout} has pipeline stages; only tp is offered")
+        heads = self._kv_heads
+        if self._device == "cpu" and heads % layout.tp:
+            # SGLang 0.5.23 pads heads on a CPU (configs/update_config.py adjust_config_with_unaligned_
+            # cpu_tp) where it repeats them on CUDA: its ranks hold other heads than anywhere else.
+            what = f"{heads} kv heads are not a multiple of tp={layout.tp}, as a CPU needs"
+            raise EngineError(name, "come up", what)
         arguments = {**self._arguments, "tp_size": layout.tp, "pp_size": layout.pp}
         leased = self.pool.lease(name, arguments, self._environment(devices))
         return SglangEngine(
@@ -91,8 +100,14 @@ class SglangEngines:
 
     def close(self) -> None:
         """End everything it started."""
-        self.pool.close()
+        if self._owns_pool:
+            self.pool.close()
         self._folder.cleanup()
+
+
+def new_pool(device: str = "cpu", *, start_s: float = 180.0) -> StemPool:
+    """Return a pool whose stem is for a kind of device; nothing is started yet."""
+    return StemPool(_STEM_ON_CPU if device == "cpu" else {}, start_s=start_s)
 
 
 _STEM_ON_CPU = {

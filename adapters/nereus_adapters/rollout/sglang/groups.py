@@ -137,7 +137,12 @@ class WeightGroups:
         names, dtypes, shapes = (list(column) for column in zip(*group.source.listing, strict=True))
         waited: dict[str, Future[object]] = {
             f"engine {e.name}": e.begin(
-                "receive", group=group.name, names=names, dtypes=dtypes, shapes=shapes
+                "receive",
+                group=group.name,
+                names=names,
+                dtypes=dtypes,
+                shapes=shapes,
+                timeout_s=self._timeout_s,
             )
             for e in group.engines
         }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -36,7 +37,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import MultiprocessingSerializer
 
-from nereus_adapters.rollout.sglang.loading import FORMAT, packed, run_rank
+from nereus_adapters.rollout.sglang.loading import DIGESTS, LOAD, SAVE, outcome, run_rank
 from nereus_adapters.rollout.sglang.meter import Meter
 from nereus_core.errors import NereusError, WaitTimeout
 
@@ -116,6 +117,7 @@ class Host:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
+        self._serials = itertools.count()
 
     async def run(self, pids: list[int]) -> None:
         """Serve until the driver's end is closed; a rank that ends ends this process."""
@@ -203,9 +205,11 @@ class Host:
 
     # --- Weights ----------------------------------------------------------------------------------
 
-    async def load(self, manifest: bytes) -> None:
+    async def load(self, manifest: bytes, timeout_s: float) -> None:
         """Let every rank read its pieces of a manifest; raises Declined when one could not."""
-        await self._tell_ranks(FORMAT, manifest)
+        with self._path() as path:
+            path.write_bytes(manifest)
+            await self._tell_ranks(LOAD, path, timeout_s)
 
     async def join(self, address: str, port: int, name: str, offset: int, size: int) -> None:
         """Join a group in which rank 0 holds weights and ranks from ``offset`` on are ours."""
@@ -239,37 +243,74 @@ class Host:
         _expect("begin an update", await self._manager.begin_weight_update(_BEGIN, None))
 
     async def receive(
-        self, group: str, names: list[str], dtypes: list[str], shapes: list[list[int]]
+        self,
+        group: str,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        timeout_s: float,
     ) -> None:
         """Take tensors that rank 0 of a group broadcasts; the last holds the others' digests."""
-        _expect(
-            f"receive weights from group {group}",
-            await self._manager.update_weights_from_distributed(
-                UpdateWeightsFromDistributedReqInput(
-                    names=names, dtypes=dtypes, shapes=shapes, group_name=group, flush_cache=False
-                ),
-                None,
-            ),
-        )
+        with self._path() as path:
+            request = UpdateWeightsFromDistributedReqInput(
+                names=[*names[:-1], f"{DIGESTS}{path}"],
+                dtypes=dtypes,
+                shapes=shapes,
+                group_name=group,
+                flush_cache=False,
+            )
+            _expect(
+                f"receive weights from group {group}",
+                await self._manager.update_weights_from_distributed(request, None),
+            )
+            await self._outcomes(path, timeout_s)
 
     async def end_receiving(self) -> None:
         """Make what was received what is served."""
         _expect("end an update", await self._manager.end_weight_update(_END, None))
 
-    async def _tell_ranks(self, load_format: str, content: bytes) -> None:
-        """Hand bytes to `loading` in every rank, within an update."""
+    async def _tell_ranks(self, what: str, path: Path, timeout_s: float) -> None:
+        """Hand a load format of `loading` to every rank, within an update without tensors."""
         ranks = range(self._engine.server_args.tp_size)
-        # One payload each: its shared memory can be taken up once.
-        payload = [MultiprocessingSerializer.serialize([packed(content)]) for _ in ranks]
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payload, load_format=load_format, flush_cache=False
+            serialized_named_tensors=[MultiprocessingSerializer.serialize([]) for _ in ranks],
+            load_format=f"{what}{path}",
+            flush_cache=False,
         )
         await self.begin_receiving()
         try:
             answer = await self._manager.update_weights_from_tensor(request, None)
             _expect("update weights", answer)
+            await self._outcomes(path, timeout_s)
         finally:
             await self.end_receiving()
+
+    async def _outcomes(self, path: Path, timeout_s: float) -> None:
+        """Wait until every rank has said how it went."""
+        arguments = self._engine.server_args
+        missing = {outcome(path, r): r for r in range(arguments.tp_size * arguments.pp_size)}
+        problems: list[str] = []
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for file in [file for file in missing if file.exists()]:
+                problems += filter(None, [file.read_text()])
+                file.unlink()
+                del missing[file]
+            if not missing:
+                break
+            if time.monotonic() > deadline_s:
+                ranks = ", ".join(map(str, missing.values()))
+                raise WaitTimeout(f"rank {ranks} to say how its update went", timeout_s)
+            await asyncio.sleep(_LOOK_S / 10)
+        if problems:
+            raise Declined("; ".join(problems))
+
+    @contextlib.contextmanager
+    def _path(self) -> Iterator[Path]:
+        """Return a path for what concerns one update."""
+        path = Path(tempfile.gettempdir()) / f"update{next(self._serials)}"
+        yield path
+        path.unlink(missing_ok=True)
 
     async def _wait_idle(self) -> None:
         """Wait until no rank computes, and forget keys and values of the weights so far."""
@@ -285,9 +326,9 @@ class Host:
         """Return what was seen since the last call."""
         return self._meter.take()
 
-    async def peek(self, path: str) -> None:
+    async def save(self, folder: str, timeout_s: float) -> None:
         """Let every rank write its parameters into a folder."""
-        await self._tell_ranks(f"{FORMAT}-peek", path.encode())
+        await self._tell_ranks(SAVE, Path(folder), timeout_s)
 
 
 _BEGIN, _END = BeginWeightUpdateReqInput(), EndWeightUpdateReqInput()

@@ -1,7 +1,8 @@
 """Inside a rank process: read this rank's pieces of a manifest into its model.
 
-`install` puts two functions around SGLang's weight updater, by SGLang's own plugin hooks. Ranks tell
-each other how it went, so that rank 0, which alone answers, fails when any of them did.
+`install` puts two functions around SGLang's weight updater, by SGLang's own plugin hooks. Each rank
+writes how it went into a file of its own: SGLang's answer is rank 0's alone, given while later
+pipeline stages have not begun. A collective here would wait for them for ever.
 """
 
 from __future__ import annotations
@@ -20,16 +21,12 @@ from nereus_adapters.rollout.segment import Segment
 from nereus_adapters.rollout.weights import Manifest, Piece
 from nereus_core.state import Box
 
-FORMAT = "nereus"
-"""Load format of an update whose one tensor is a manifest."""
-DIGESTS = "nereus.digests"
-"""Name of the tensor that follows those of a group: int64, xxh3 of each, in their order."""
+LOAD, SAVE = "nereus-load:", "nereus-save:"
+"""Load formats of an update that carries no tensor; a path follows, and each rank opens it for
+itself: a file with a manifest to load, or a folder to save into."""
+DIGESTS = "nereus-digests:"
+"""Name of the tensor that follows those of a group, and a path for outcomes: int64, xxh3 of each."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-
-
-def packed(content: bytes) -> tuple[str, torch.Tensor]:
-    """Return bytes as the tensor that carries them to the ranks."""
-    return FORMAT, torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def run_rank(*args: Any, **kwargs: Any) -> None:
@@ -59,20 +56,20 @@ def _from_tensor(
     named_tensors: Any,
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    content = bytes(named_tensors[0][1].numpy()) if load_format else b""
-    if load_format == FORMAT:
-        return _agreed(lambda: load(updater.get_model(), pickle.loads(content), _rank()))
-    if load_format == f"{FORMAT}-peek":
-        return _agreed(lambda: save(updater.get_model(), Path(content.decode()), _rank()))
+    what = load_format or ""
+    for prefix, do in ((LOAD, load), (SAVE, save)):
+        if what.startswith(prefix):
+            path = Path(what.removeprefix(prefix))
+            return _told(path, lambda do=do: do(updater.get_model(), path, _rank()))  # type: ignore[misc]
     return original(updater, named_tensors, load_format)
 
 
 def _from_group(
     original: Callable[..., tuple[bool, str]], updater: Any, named_tensors: Any
 ) -> tuple[bool, str]:
-    if not named_tensors or named_tensors[-1][0] != DIGESTS:
+    if not named_tensors or not named_tensors[-1][0].startswith(DIGESTS):
         return original(updater, named_tensors)
-    *tensors, (_, digests) = named_tensors
+    *tensors, (last, digests) = named_tensors
 
     def receive() -> None:
         for (name, tensor), digest in zip(tensors, digests.tolist(), strict=True):
@@ -82,7 +79,7 @@ def _from_group(
         if not succeeded:
             raise ValueError(message)
 
-    return _agreed(receive)
+    return _told(Path(last.removeprefix(DIGESTS)), receive)
 
 
 def digest_of(tensor: torch.Tensor) -> int:
@@ -99,28 +96,32 @@ def _rank() -> int:
     return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
 
 
-def _agreed(do: Callable[[], None]) -> tuple[bool, str]:
-    """Do it on every rank of the engine; fail on all when it fails on one."""
-    from sglang.srt.distributed.parallel_state import get_world_group
+def outcome(path: Path, rank: int) -> Path:
+    """Return the file in which a rank says how it went; empty when it went well."""
+    return path.with_name(f"{path.name}.rank{rank}")
 
+
+def _told(path: Path, do: Callable[[], None]) -> tuple[bool, str]:
+    """Do it, and tell the host; SGLang is told that all is well, so that it goes on."""
     problem = ""
     try:
         do()
-    except Exception as error:  # told to the driver, by way of rank 0
+    except Exception as error:
         problem = f"rank {_rank()}: {type(error).__name__}: {error}"
-    group = get_world_group().cpu_group
-    problems: list[str] = [""] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(problems, problem, group=group)
-    found = "; ".join(filter(None, problems))
-    return not found, found
+    file = outcome(path, _rank())
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(problem)
+    part.rename(file)
+    return True, ""
 
 
-def load(model: Any, manifest: Manifest, rank: int) -> None:
-    """Read a rank's pieces, check them, and give them to the model, a tensor at a time.
+def load(model: Any, path: Path, rank: int) -> None:
+    """Read a rank's pieces of a manifest, check them, and give them to the model one by one.
 
     SGLang's loaders take whole tensors and cut their own part out. A whole tensor here is address
     space in which only this rank's cells are filled: the rest is never touched and costs no memory.
     """
+    manifest: Manifest = pickle.loads(path.read_bytes())
     segments: dict[str, Segment] = {}
     try:
         model.load_weights(_tensors(manifest, rank, segments))
