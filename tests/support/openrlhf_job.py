@@ -182,7 +182,7 @@ def run(
     folder: Path,
     *,
     gpus: int = 8,
-    timeout_s: float = 300.0,
+    timeout_s: float = 560.0,
     code: str = "",
     more: dict[str, str] | None = None,
     module: str = "nereus_plugins.openrlhf",
