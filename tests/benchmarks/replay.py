@@ -64,11 +64,12 @@ EFFICIENCIES: Mapping[OpClass, float] = {
 """The world's own; chosen, unlike the controller's prior in every class. verl_logs reports an actor
 MFU of 0.24 to 0.37 for whole updates, communication and optimizer included."""
 PACE = TransitionPace(
-    primitive_s=1.7,
+    primitive_s=0.1,
     link_efficiency=0.1,
-    source="the torch backend over gloo groups, CPU seats on a busy machine: "
-    "the quickest primitive took 1.7 s, and 239 MB per new seat another 2 s over a link of 1.5 "
-    "GB/s, 0.08 to 0.12 GB/s; the same part of the peak is charged on NVLink, PCIe and InfiniBand",
+    source="tests/benchmarks/transfer.py --quick on CPU seats of a busy machine: a primitive that "
+    "moves nothing took 0.03 to 0.08 s, and state crossed at 0.06 to 0.13 of the rate at which the "
+    "same machine copies (0.15 to 0.63 of 1.9 to 4.7 GB/s); that part of the peak is charged on "
+    "NVLink, PCIe and InfiniBand",
 )
 """Charged to every policy alike."""
 

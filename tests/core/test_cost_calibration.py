@@ -193,5 +193,20 @@ def test_stages_measured_alone_leave_others_uncalibrated():
     seen = world.observe(NOW, 1)
     only = replace(seen, stage_s={ACTOR_GENERATE: seen.stage_s[ACTOR_GENERATE]})
     cost = CostModel(JOB).refined(NOW, only)
-    assert set(cost.efficiencies.log_residual) == {ACTOR_GENERATE}
+    layout = NOW[ACTOR_GENERATE].layout
+    assert set(cost.efficiencies.log_residual) == {ACTOR_GENERATE, (ACTOR_GENERATE, layout)}
     assert cost.between.seconds == 0.0
+
+
+def test_a_layout_that_ran_well_is_known_to_when_the_job_has_gone_elsewhere():
+    world, cost, other = World(0), CostModel(JOB), plan_of(Layout(2, 1))
+    for step in range(6):
+        cost = cost.refined(NOW, world.observe(NOW, step))
+    for step in range(6, 12):
+        cost = cost.refined(other, world.observe(other, step, slow=1.2))
+    before = cost.step(NOW, LENGTHS).step.mean_s
+    truth = 1.2 * world.seconds(other, LENGTHS) / world.seconds(NOW, LENGTHS)
+    found = cost.step(other, LENGTHS).step.mean_s / before
+    assert truth / 1.07 < found < truth * 1.07
+    seen, fresh = cost.saving(other, NOW, LENGTHS), cost.saving(other, UNSEEN[1], LENGTHS)
+    assert seen.high_s - seen.low_s < fresh.high_s - fresh.low_s
