@@ -80,7 +80,7 @@ class Seat:
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
-        shard = spec.build(self.device)
+        shard = spec.build(self.device, self.accountant.storage)
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
@@ -94,7 +94,7 @@ class Seat:
         counters: Mapping[str, int | float],
     ) -> None:
         """Build a shard with the state that a checkpoint has."""
-        shard = spec.build(self.device)
+        shard = spec.build(self.device, self.accountant.storage)
         shard.replace(read_boxes(Path(folder), pieces, shard))
         shard.counters.update(counters)
         self.accountant.take(shard.resident_bytes())
@@ -113,7 +113,8 @@ class Seat:
         if park:
             self._to_host(shard)
             self.parked[unit] = shard
-        del shard
+        else:
+            shard.clear()
         self._free()
 
     def unload(self, unit: UnitId) -> None:
@@ -123,7 +124,9 @@ class Seat:
 
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
-        self.parked.pop(unit, None)
+        if unit in self.parked:
+            self.parked.pop(unit).clear()
+            self._free()
 
     def _to_host(self, shard: UnitShard) -> None:
         for name in shard.names:
@@ -176,6 +179,13 @@ class Seat:
         if reset:
             self.accountant.reset_peak()
         return seen
+
+    def warm_bytes(self) -> int:
+        """Return the bytes of pages that ended state has left here, which hold nothing: measured.
+
+        They are the kernel's whenever anybody needs memory; see `pages`.
+        """
+        return self.accountant.pages.warm_bytes()
 
     def measured_bytes(self) -> int:
         """Return the bytes of all distinct storages of tensors that live in this process.
@@ -387,7 +397,8 @@ class Seat:
             self.abandon(op)
         for unit in list(self.units):
             self.drop(unit)
-        self.parked.clear()
+        for unit in list(self.parked):
+            self.unpark(unit)
         self.accountant = Accountant()
         self.faults = Faults(self.accountant)
 
@@ -399,6 +410,7 @@ class Seat:
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+        self.accountant.pages.rest()
 
 
 def once(settings: SeatSettings) -> Callable[[], Seat]:

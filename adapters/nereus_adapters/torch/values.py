@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nereus_adapters.torch.engine import OptimizerSpec, UnitShard
+from nereus_adapters.torch.engine import OptimizerSpec, Storage, UnitShard, plain_storage
 from nereus_adapters.torch.reading import Spot, Window
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
@@ -55,8 +55,8 @@ class ShardSpec:
     local_rank: int
     stage: Stage
 
-    def build(self, device: torch.device) -> UnitShard:
-        """Build the shard without storage."""
+    def build(self, device: torch.device, storage: Storage = plain_storage) -> UnitShard:
+        """Build the shard without storage; what it makes itself, it makes with ``storage``."""
         return UnitShard(
             self.source.spec,
             self.source.hf_config,
@@ -66,6 +66,7 @@ class ShardSpec:
             getattr(torch, self.source.dtype),
             device,
             self.source.optimizer,
+            storage,
         )
 
 
@@ -118,6 +119,8 @@ class Ways:
     """Ranks of the seats that read here; to others it sends."""
     meeting: Meeting | None
     """Where seats send and receive; None when nobody needs to."""
+    near_readers: int = 1
+    """Seats of this seat's host that read at the same time; they share its processors."""
 
 
 @dataclass(frozen=True, slots=True)

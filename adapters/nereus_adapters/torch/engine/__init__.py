@@ -16,7 +16,9 @@ from nereus_adapters.torch.engine.types import (
     Generated,
     LossSpec,
     OptimizerSpec,
+    Storage,
     TrainMetrics,
+    plain_storage,
 )
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "LossSpec",
     "OptimizerSpec",
     "PeerLost",
+    "Storage",
     "TrainMetrics",
     "UnitGroups",
     "UnitShard",
@@ -35,4 +38,5 @@ __all__ = [
     "make_group",
     "make_unit_groups",
     "members",
+    "plain_storage",
 ]
