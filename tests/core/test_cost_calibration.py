@@ -198,15 +198,20 @@ def test_stages_measured_alone_leave_others_uncalibrated():
     assert cost.between.seconds == 0.0
 
 
-def test_a_layout_that_ran_well_is_known_to_when_the_job_has_gone_elsewhere():
+def test_what_was_seen_of_a_layout_stays_when_the_job_has_gone_elsewhere():
     world, cost, other = World(0), CostModel(JOB), plan_of(Layout(2, 1))
+
+    def ratio(cost: CostModel) -> float:
+        return cost.step(other, LENGTHS).step.mean_s / cost.step(NOW, LENGTHS).step.mean_s
+
     for step in range(6):
         cost = cost.refined(NOW, world.observe(NOW, step))
+    expected = ratio(cost)
     for step in range(6, 12):
         cost = cost.refined(other, world.observe(other, step, slow=1.2))
-    before = cost.step(NOW, LENGTHS).step.mean_s
-    truth = 1.2 * world.seconds(other, LENGTHS) / world.seconds(NOW, LENGTHS)
-    found = cost.step(other, LENGTHS).step.mean_s / before
-    assert truth / 1.07 < found < truth * 1.07
-    seen, fresh = cost.saving(other, NOW, LENGTHS), cost.saving(other, UNSEEN[1], LENGTHS)
+    # All stages slower at once may be the machine; part of it is laid to the layout all the same.
+    assert 1.04 * expected < ratio(cost) < 1.25 * expected
+    layout = other[ACTOR_TRAIN].layout
+    assert cost.efficiencies.log_residual[ACTOR_TRAIN, layout] > 0.01
+    seen, fresh = (cost.saving(other, plan, LENGTHS) for plan in (NOW, UNSEEN[1]))
     assert seen.high_s - seen.low_s < fresh.high_s - fresh.low_s
