@@ -202,7 +202,7 @@ class Controller:
         decision = found.decision
         if decision.admitted and decision.path == "opportunistic" and (why := self._veto(decision)):
             decision = replace(decision, admitted=False, rule=f"vetoed: {why}")
-        self._outlook.known = self._outlook.known.decided(decision, wake)
+        self._outlook.known = self._outlook.known.decided(decision, wake, found.watch)
         self._log.emit(decision.event())
         self._notify("nereus_decided", decision=decision)
         return replace(found, decision=decision)
@@ -268,8 +268,7 @@ class Controller:
         finally:
             self._outlook.known = known.attempted()
             self._transition_s += clock() - begin_s
-        if outcome.predicted is not None:
-            self._outlook.known = self._outlook.known.transitioned(outcome.predicted.mean_s, held_s)
+        self._outlook.known = self._outlook.known.transitioned(graph, cost, held_s)
         self._outlook.look()
         self._notify("nereus_transition_finished", outcome=outcome)
 

@@ -1,0 +1,252 @@
+"""StemPool: the stem process, and what becomes of the engine processes it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import nereus_adapters
+import nereus_core
+from nereus_adapters.rollout.ports import EngineError
+from nereus_adapters.rollout.segment import FOLDER as SHARED_MEMORY
+from nereus_adapters.rollout.sglang.stem import MAX_MESSAGE_BYTES
+from nereus_core.errors import WaitTimeout
+
+_CLOSE_S = 10.0
+"""A killed process is gone in far less; chosen, not measured."""
+_LOOK_S = 0.005
+"""How often to look whether a killed process is gone; chosen, not measured."""
+_LOG_CHARS = 4000
+"""Of a log's end that an error quotes; chosen, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A forked engine process as the driver sees it."""
+
+    name: str
+    pid: int
+    connection: Connection
+    ended: Future[int]
+    """Gets the exit code."""
+    folder: Path
+    """Its temporary files; removed when it has ended."""
+
+
+class StemPool:
+    """Starts the stem with the first lease, and again when it has died. Thread-safe.
+
+    Args:
+        environment: variables of all its processes, beside the driver's own.
+        start_s: longest wait for the stem's imports.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, start_s: float = 180.0) -> None:
+        self._environment, self._start_s = dict(environment), start_s
+        self._lock = threading.RLock()
+        self._stem: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="nereus-sglang-"))
+        self._starting: dict[str, Future[int]] = {}
+        self._ends: dict[int, Future[int]] = {}
+        self._leased: dict[int, Leased] = {}
+        self._ready: Future[None] = Future()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the stem, where one runs."""
+        return None if self._stem is None else self._stem.pid
+
+    def start(self) -> None:
+        """Start the stem and wait until it has imported what engines are made of.
+
+        Raises:
+            EngineError: it ended; quotes its log.
+            WaitTimeout: it took too long.
+        """
+        with self._lock:
+            if self._stem is None or self._stem.poll() is not None:
+                self._spawn()
+            ready = self._ready
+        try:
+            ready.result(self._start_s)
+        except FutureTimeout:
+            raise WaitTimeout("the SGLang stem to import sglang", self._start_s) from None
+
+    def lease(self, name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Leased:
+        """Fork an engine process; it says ``ready`` on its connection once it serves."""
+        self.start()
+        ours, theirs = socket.socketpair()
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
+        message = json.dumps(
+            {
+                "name": name,
+                "arguments": dict(arguments),
+                "environment": {**environment, "TMPDIR": str(folder)},
+            }
+        ).encode()
+        started: Future[int] = Future()
+        with self._lock, theirs:
+            assert self._control is not None
+            self._starting[name] = started
+            try:
+                socket.send_fds(self._control, [message], [theirs.fileno()])
+            except OSError as error:
+                raise EngineError(name, "start", f"the stem is gone: {self.log_end()}") from error
+        try:
+            pid = started.result(self._start_s)
+        except FutureTimeout:
+            raise WaitTimeout(f"the stem to fork engine {name}", self._start_s) from None
+        with self._lock:
+            leased = Leased(name, pid, Connection(ours.detach()), self._ended_of(pid), folder)
+            self._leased[pid] = leased
+            return leased
+
+    def end(self, leased: Leased) -> None:
+        """End an engine process and its ranks; their devices are free when this returns.
+
+        Raises:
+            WaitTimeout: it is still there; names it.
+        """
+        members = _members(leased.pid)
+        deadline_s = time.monotonic() + _CLOSE_S
+        while _signalled(leased.pid):
+            if time.monotonic() > deadline_s:
+                awaited = f"processes of engine {leased.name} (group {leased.pid}) to end"
+                raise WaitTimeout(awaited, _CLOSE_S)
+            time.sleep(_LOOK_S)
+        with self._lock:
+            self._leased.pop(leased.pid, None)
+            self._ends.pop(leased.pid, None)
+        with contextlib.suppress(OSError):
+            leased.connection.close()
+        shutil.rmtree(leased.folder, ignore_errors=True)
+        # What SGLang leaves in shared memory when it is killed, as it kills itself: by instance
+        # and by process id. Source: sglang 0.5.23 srt/utils/stale_shm_cleanup.py.
+        names = [f"sglang_loads_{leased.folder.name}_*", *(f"sgl_shm_*_{p}_*" for p in members)]
+        for left in (path for name in names for path in SHARED_MEMORY.glob(name)):
+            left.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End all engine processes and the stem. Safe to call twice."""
+        with self._lock:
+            left, stem, control = list(self._leased.values()), self._stem, self._control
+            self._stem = self._control = None
+        for leased in left:
+            self.end(leased)
+        if stem is not None and control is not None:
+            with contextlib.suppress(OSError):
+                control.shutdown(socket.SHUT_RDWR)
+            try:
+                stem.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                stem.kill()
+                stem.wait(_CLOSE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- The stem -------------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, (self._folder / "log").open("ab") as log:
+            self._stem = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"{__package__}.stem", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(_paths()), **self._environment},
+                start_new_session=True,  # a terminal that is closed does not take engines along
+            )
+        self._control, self._ready = ours, Future()
+        arguments = (ours, self._ready, self._stem)
+        threading.Thread(target=self._read, args=arguments, daemon=True, name="sglang stem").start()
+
+    def _read(
+        self, control: socket.socket, ready: Future[None], stem: subprocess.Popen[bytes]
+    ) -> None:
+        while True:
+            try:
+                content = control.recv(MAX_MESSAGE_BYTES)
+            except OSError:
+                break
+            if not content:
+                break
+            message = json.loads(content)
+            if "ready" in message:
+                ready.set_result(None)
+            elif "started" in message:
+                self._starting.pop(message["started"]).set_result(message["pid"])
+            else:
+                with self._lock:
+                    ended = self._ended_of(message["ended"])
+                ended.set_result(message["code"])
+        control.close()
+        stem.wait()
+        self._bury(ready)
+
+    def _bury(self, ready: Future[None]) -> None:
+        """The stem is gone: so are the engine processes, by the kernel's hand."""
+        gone = EngineError("all", "go on", f"the stem is gone: {self.log_end()}")
+        with self._lock:
+            left = [f for f in [ready, *self._starting.values()] if not f.done()]
+            self._starting.clear()
+            ended = dict(self._ends)
+        for future in left:
+            future.set_exception(gone)
+        for future in ended.values():
+            if not future.done():
+                future.set_result(-signal.SIGKILL)
+
+    def _ended_of(self, pid: int) -> Future[int]:
+        return self._ends.setdefault(pid, Future())
+
+    def log_end(self) -> str:
+        """Return the end of what the processes have written."""
+        try:
+            return (self._folder / "log").read_text(errors="replace")[-_LOG_CHARS:]
+        except OSError:
+            return "its log is gone"
+
+
+def _members(group: int) -> list[int]:
+    """Processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if os.getpgid(int(entry.name)) == group:
+                    found.append(int(entry.name))
+    return found
+
+
+def _signalled(group: int) -> bool:
+    """Kill what is left of a process group; False when nothing is."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _paths() -> list[str]:
+    """Return where this code was imported from, for the stem to import the same."""
+    packages = [Path(str(module.__file__)) for module in (nereus_core, nereus_adapters)]
+    own = dict.fromkeys(str(file.resolve().parents[1]) for file in packages)
+    return [*own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

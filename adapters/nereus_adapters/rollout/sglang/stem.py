@@ -1,0 +1,114 @@
+"""Stem: a process that has imported sglang and forks engine processes on request.
+
+Run as ``python -m nereus_adapters.rollout.sglang.stem FD``, where FD is one end of a socket pair;
+nobody else can reach it. It says ``ready``; then every message is a lease: JSON with the engine's
+settings and, as file descriptor, the engine's end of its own socket pair. It answers each with the
+process id, and tells the exit code when that process has ended. It ends when its driver does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+MAX_MESSAGE_BYTES = 1 << 20
+"""Far above the JSON of any engine's settings; chosen, not measured."""
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal this process gets when its parent dies."""
+_PR_SET_CHILD_SUBREAPER = 36
+"""prctl(2): orphans below this process become its children."""
+
+
+
+def main(descriptor: int) -> None:
+    """Serve leases until the driver is gone."""
+    control = socket.socket(fileno=descriptor)
+    _import_engine()
+    gc.freeze()  # pages of what is imported stay shared: no collection touches them in a child
+    # Ranks whose engine process was killed become children of this one, which reaps them: a group
+    # is empty as soon as its processes have ended, whatever process 1 does on this machine.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    control.send(b'{"ready": true}')
+    engines: set[int] = set()
+    while True:
+        found = select.select([control, woken], [], [])[0]
+        if woken in found:
+            os.read(woken, 4096)
+            for pid, code in _reaped():
+                if pid in engines:
+                    engines.remove(pid)
+                    control.send(json.dumps({"ended": pid, "code": code}).encode())
+        if control not in found:
+            continue
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        if not message:
+            break
+        lease = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            control.close()
+            os.close(woken)
+            os.close(wake)
+            _be_engine(descriptors[0], lease)
+        os.close(descriptors[0])
+        engines.add(pid)
+        control.send(json.dumps({"started": lease["name"], "pid": pid}).encode())
+    for pid in engines:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    """Process ids and exit codes of children that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def _import_engine() -> None:
+    """Import what engine, scheduler and models are made of."""
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.models.registry  # noqa: F401  imports the files of all models
+
+    import nereus_adapters.rollout.sglang.host
+    import nereus_adapters.rollout.sglang.loading  # noqa: F401
+
+
+def _be_engine(descriptor: int, lease: dict[str, object]) -> None:
+    """Become the process of an engine; does not return."""
+    code = 1
+    try:
+        os.setsid()  # its own process group: all of an engine can be ended by one id
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        from nereus_adapters.rollout.sglang.host import serve
+
+        serve(Connection(descriptor), lease)
+        code = 0
+    except BaseException:
+        traceback.print_exc()  # into the pool's log
+    finally:
+        os._exit(code)  # not the stem's own way out
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,270 @@
+"""SeatPool: the seats of one host, as the driver sees them. A seat is a process that stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import nereus_adapters
+import nereus_core
+from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Drawn, Reply
+from nereus_core.cluster import Device
+from nereus_core.errors import NereusError, SeatDead, WaitTimeout
+
+_END_S = 10.0
+"""A process that was told to end takes less; then it is killed. Chosen, not measured."""
+_BROKEN = -2
+"""Id of the reply with which a seat says that a step of its engine failed."""
+
+
+class SeatError(NereusError):
+    """A call failed on a seat; its traceback is a note."""
+
+    def __init__(self, device: Device, method: str, reply: Reply) -> None:
+        self.kind = (reply.error or "").partition(":")[0]
+        super().__init__(f"{method} on seat {device}: {reply.error}")
+        self.add_note(reply.trace)
+
+
+class SeatProcess:
+    """One seat: calls out, replies and tokens in, word of its death.
+
+    Args:
+        device: the seat's name.
+        process: its process.
+        connection: to it, greeted.
+    """
+
+    def __init__(
+        self, device: Device, process: subprocess.Popen[bytes], connection: Connection
+    ) -> None:
+        self.device, self.process = device, process
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[str, Future[Any]]] = {}
+        self._next = 0
+        self._ended = False
+        self.on_drawn: Callable[[list[Drawn]], None] = lambda drawn: None
+        self.on_broken: Callable[[str], None] = lambda why: None
+        """Told when the engine's step failed, or the process ended."""
+        self._reader = threading.Thread(target=self._read, name=f"seat {device}", daemon=True)
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still answers."""
+        return not self._ended
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    def send(self, call: str, /, **kwargs: object) -> Future[Any]:
+        """Send a call; the future gets SeatDead when the seat ends first."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._ended:
+                future.set_exception(SeatDead(self.device, self.process.poll(), call))
+                return future
+            self._open[self._next] = (call, future)
+            message = Call(self._next, call, kwargs)
+            self._next += 1
+            with contextlib.suppress(OSError):  # its reader sees the end
+                self._connection.send(message)
+        return future
+
+    def call(self, call: str, timeout_s: float, /, **kwargs: object) -> Any:
+        """Send a call and wait.
+
+        Raises:
+            SeatDead: the seat ended first.
+            SeatError: what the call raised there.
+            WaitTimeout: it did not answer in time.
+        """
+        future = self.send(call, **kwargs)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            raise WaitTimeout(f"seat {self.device} to {call}", timeout_s) from None
+
+    def kill(self) -> None:
+        """End the process at once; returns when that has been noticed."""
+        self.process.kill()
+        self._reader.join(_END_S)
+
+    def close(self) -> None:
+        """Let the process end, after what it is doing; kill it when that takes long."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(None)
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_END_S)
+        self._reader.join(_END_S)
+        self._connection.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            if isinstance(message, list):
+                self.on_drawn(message)
+            elif message.id == _BROKEN:
+                self.on_broken(message.error)
+            else:
+                with self._lock:
+                    method, future = self._open.pop(message.id)
+                if message.error is None:
+                    future.set_result(message.value)
+                else:
+                    future.set_exception(SeatError(self.device, method, message))
+        try:
+            code = self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait(_END_S)
+        with self._lock:
+            self._ended = True
+            left, self._open = self._open, {}
+        for method, future in left.values():
+            future.set_exception(SeatDead(self.device, code, method))
+        self.on_broken(f"seat {self.device} ended (exit code {code})")
+
+
+class SeatPool:
+    """Seats by device. Thread-safe.
+
+    Args:
+        env: variables of every seat, besides those of this process.
+        start_s: longest wait for a seat to come up: imports take 8-10 CPU seconds.
+    """
+
+    def __init__(self, env: Mapping[str, str], *, start_s: float = 180.0) -> None:
+        self._env, self._start_s = dict(env), start_s
+        self.secret = secrets.token_bytes(32)
+        self.folder = Path(tempfile.mkdtemp(prefix="nereus-seats-"))
+        self._lock = threading.Lock()
+        self._seats: dict[Device, SeatProcess] = {}
+        self._addresses: dict[Device, str] = {}
+        self._count = 0
+
+    def start(self, devices: Iterable[Device]) -> None:
+        """Start seats, all at once, and wait until they are up; a live one is left alone.
+
+        Raises:
+            SeatDead: one ended while it started; its output is in the error's note.
+            WaitTimeout: one did not come up in time.
+        """
+        wanted = [d for d in devices if d not in self.alive]
+        started = {device: self._spawn(device) for device in wanted}
+        deadline = time.monotonic() + self._start_s
+        for device, (process, address) in started.items():
+            seat = self._greet(device, process, address, deadline)
+            with self._lock:
+                self._seats[device] = seat
+
+    def seat(self, device: Device) -> SeatProcess:
+        """Return a seat; raises SeatDead for one that is not there."""
+        with self._lock:
+            seat = self._seats.get(device)
+        if seat is None or not seat.alive:
+            raise SeatDead(device, None, "what it was to do")
+        return seat
+
+    def address(self, device: Device) -> str:
+        """Return where a seat's leader connects."""
+        return self._addresses[device]
+
+    @property
+    def alive(self) -> frozenset[Device]:
+        """Devices whose seats answer."""
+        with self._lock:
+            return frozenset(d for d, seat in self._seats.items() if seat.alive)
+
+    def renew(self, device: Device) -> None:
+        """End a seat and start another in its place."""
+        with self._lock:
+            seat = self._seats.pop(device, None)
+        if seat is not None and seat.alive:
+            seat.close()
+        self.start([device])
+
+    def kill(self, device: Device) -> None:
+        """End a seat's process at once."""
+        with self._lock:
+            seat = self._seats.get(device)
+        if seat is not None:
+            seat.kill()
+
+    def close(self) -> None:
+        """End all seats and remove the pool's folder. Safe to call twice."""
+        with self._lock:
+            seats, self._seats = list(self._seats.values()), {}
+        threads = [threading.Thread(target=seat.close) for seat in seats if seat.alive]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * _END_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _spawn(self, device: Device) -> tuple[subprocess.Popen[bytes], str]:
+        with self._lock:
+            self._count += 1
+            name = f"{self._count}"
+        address = str(self.folder / f"{name}.sock")
+        log = self.folder / f"{name}.log"
+        paths = [str(Path(m.__path__[0]).parent) for m in (nereus_core, nereus_adapters)]
+        env = {**os.environ, **self._env}
+        env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH", "")])])
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "nereus_adapters.rollout.vllm.serve"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps(Boot(address, self.secret.hex(), str(log))))
+        process.stdin.close()
+        self._addresses[device] = address
+        return process, address
+
+    def _greet(
+        self, device: Device, process: subprocess.Popen[bytes], address: str, deadline: float
+    ) -> SeatProcess:
+        while not Path(address).exists():
+            if process.poll() is not None:
+                error = SeatDead(device, process.returncode, "its start")
+                log = Path(address).with_suffix(".log")
+                error.add_note(log.read_text(encoding="utf-8", errors="replace")[-4000:])
+                raise error
+            if time.monotonic() > deadline:
+                process.kill()
+                raise WaitTimeout(f"seat {device} to come up", self._start_s)
+            time.sleep(0.05)
+        connection = Client(address, "AF_UNIX", authkey=self.secret)
+        connection.send(DRIVER)
+        if not connection.poll(max(0.0, deadline - time.monotonic())):
+            process.kill()
+            raise WaitTimeout(f"seat {device} to finish its imports", self._start_s)
+        connection.recv()
+        return SeatProcess(device, process, connection)

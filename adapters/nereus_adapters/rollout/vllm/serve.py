@@ -1,0 +1,239 @@
+"""The process of a seat: ``python -m nereus_adapters.rollout.vllm.serve``, its `Boot` on stdin.
+
+One thread does everything that touches vLLM: it takes the driver's calls between the steps of the
+engine that this seat leads, or a leader's calls while it follows. A second thread lets peers in
+that know the pool's secret, a third ends the process when its driver's is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import queue
+import select
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from nereus_adapters.rollout.segment import sweep
+from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Reply
+
+_HELLO_S = 10.0
+"""Longest that a peer takes to say who it is. Chosen, not measured."""
+
+
+class Door:
+    """Lets peers in on a thread of its own."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._listener = Listener(address, "AF_UNIX", authkey=secret)
+        self._peers: queue.SimpleQueue[tuple[str, Connection]] = queue.SimpleQueue()
+        self.bell, self._ring = os.pipe()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def next(self) -> tuple[str, Connection]:
+        """Return who came in; call it once the bell is readable."""
+        os.read(self.bell, 1)
+        return self._peers.get()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer = self._listener.accept()
+                if not peer.poll(_HELLO_S):
+                    peer.close()
+                    continue
+                self._peers.put((str(peer.recv()), peer))
+            except (AuthenticationError, EOFError, OSError) as error:
+                print(f"refused a connection: {error}", file=sys.stderr)
+                continue
+            os.write(self._ring, b"x")
+
+
+class Seat:
+    """Idle, leading an engine, or following one."""
+
+    def __init__(self, door: Door) -> None:
+        # Imports take most of a seat's start: they are paid once, before the first engine.
+        import torch
+        import vllm.v1.engine.llm_engine
+        import vllm.v1.worker.gpu_worker
+
+        from nereus_adapters.rollout.vllm import executor, hosting, lease
+
+        if not torch.cuda.is_available():
+            import vllm.v1.worker.cpu_worker  # noqa: F401
+        self._executor, self._hosting, self._lease = executor, hosting, lease
+        self._door = door
+        self._driver: Connection | None = None
+        self._hosted: Any = None
+        self._follower: Any = None
+        gc.collect()
+        lease.freeze()
+
+    def run(self) -> None:
+        """Serve until the driver says goodbye."""
+        while True:
+            if self._hosted is not None and self._hosted.busy:
+                ready = wait(self._watched(), 0)
+            else:
+                ready = wait(self._watched())
+            if self._door.bell in ready:
+                self._let_in(*self._door.next())
+            if self._follower is not None and self._follower.leader in ready:
+                self._follow()
+            if self._driver is not None and self._driver in ready:
+                call: Call | None = self._driver.recv()
+                if call is None:
+                    self._stop()
+                    return
+                self._answer(call)
+            if self._hosted is not None and self._hosted.busy:
+                self._step()
+
+    def _watched(self) -> list[Any]:
+        peers = [self._driver, self._follower.leader if self._follower is not None else None]
+        return [self._door.bell, *(peer for peer in peers if peer is not None)]
+
+    def _let_in(self, who: str, peer: Connection) -> None:
+        if who == DRIVER:
+            self._driver = peer
+            peer.send(Reply(-1, os.getpid()))
+            return
+        if self._follower is not None:  # its leader is gone: a seat has one lease at a time
+            self._follower.end()
+        self._follower = self._lease.Follower(peer)
+
+    def _follow(self) -> None:
+        if not self._follower.serve_one():
+            self._follower = None
+
+    def _answer(self, call: Call) -> None:
+        assert self._driver is not None
+        try:
+            value = getattr(self, f"do_{call.method}")(**call.kwargs)
+            reply = Reply(call.id, value)
+            pickle.dumps(reply)
+        except BaseException as error:
+            reply = Reply(call.id, None, _last_line(error), traceback.format_exc())
+        self._driver.send(reply)
+
+    def _step(self) -> None:
+        assert self._driver is not None
+        try:
+            drawn = self._hosted.step()
+        except BaseException as error:
+            self._driver.send(Reply(-2, None, _last_line(error), traceback.format_exc()))
+            self._stop()
+            return
+        if drawn:
+            self._driver.send(drawn)
+
+    def _stop(self) -> None:
+        hosted, self._hosted = self._hosted, None
+        if hosted is not None:
+            with contextlib.suppress(Exception):  # what broke it may break its end too
+                hosted.close()
+
+    # --- Calls of the driver ----------------------------------------------------------------------
+
+    def do_start(self, args: dict[str, Any], env: dict[str, str | None], secret: bytes) -> None:
+        """Start the engine that this seat leads."""
+        self._stop()
+        self._executor.secret = secret
+        self._lease.set_environment(env)
+        try:
+            self._hosted = self._hosting.Hosted(args)
+        except BaseException:
+            self._free_what_failed()
+            raise
+
+    def _free_what_failed(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+    def do_stop(self) -> None:
+        """End it."""
+        hosted, self._hosted = self._hosted, None
+        if hosted is not None:
+            hosted.close()
+
+    def do_submit(self, requests: list[dict[str, Any]]) -> dict[str, str]:
+        """Begin responses; returns those refused, with the reason."""
+        refused = {}
+        for request in requests:
+            try:
+                self._hosted.submit(**request)
+            except ValueError as error:
+                refused[request["id"]] = str(error)
+        return refused
+
+    def do_interrupt(self, ids: list[str]) -> None:
+        """Drop requests; what was drawn of them has been sent."""
+        self._hosted.interrupt(ids)
+
+    def do_check(self, manifest: Any) -> None:
+        """Check weights before they are loaded."""
+        self._hosted.check(manifest)
+
+    def do_update(self, manifest: Any) -> None:
+        """Load weights."""
+        self._hosted.update(manifest)
+
+    def do_signals(self) -> Any:
+        """Return the engine's figures."""
+        return self._hosted.signals()
+
+    def do_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
+        """Run a method on every rank of the engine."""
+        found: list[Any] = self._hosted.rpc(method, kwargs)
+        return found
+
+    def do_memory(self) -> tuple[int, int]:
+        """Return resident bytes of this process, and those of model parameters in it."""
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE"), self._lease.measured_bytes()
+
+
+def _last_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _end_with(parent: int, cleanup: Callable[[], None]) -> None:
+    """End this process when another one has ended, whatever its main thread is doing."""
+    descriptor = os.pidfd_open(parent)
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        cleanup()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Be a seat."""
+    boot: Boot = pickle.loads(sys.stdin.buffer.read())
+    address = Path(boot.address)
+    driver = os.getppid()
+
+    def cleanup() -> None:
+        address.unlink(missing_ok=True)
+        sweep(driver)
+
+    _end_with(driver, cleanup)
+    Seat(Door(boot.address, bytes.fromhex(boot.secret))).run()
+    address.unlink(missing_ok=True)
+    os._exit(0)  # threads of torch may hold sockets of peers that are gone: do not wait for them
+
+
+if __name__ == "__main__":
+    main()
