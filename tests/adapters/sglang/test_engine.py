@@ -42,9 +42,7 @@ def test_greedy_tokens_are_hugging_faces_before_and_after_each_update(start, lla
     engine = start(f"equal{tp}", tp)
     for trainer in (Layout(1, 1), Layout(2, 1), Layout(1, 2)):
         llama.train()
-        engine.update_weights(
-            llama.version, llama.publish(trainer).manifest(engine.layout)
-        )
+        engine.update_weights(llama.version, llama.publish(trainer).manifest(engine.layout))
         for tokens, found in zip(PROMPTS, respond(engine), strict=True):
             assert found.tokens == llama.greedy(tokens, 12)
             assert found.finish is Finish.LENGTH
