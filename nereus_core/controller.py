@@ -231,7 +231,7 @@ class Controller:
         decision = found.decision
         if decision.admitted and decision.path == "opportunistic" and (why := self._veto(decision)):
             decision = replace(decision, admitted=False, rule=f"vetoed: {why}")
-        self._known = self._known.decided(decision, wake)
+        self._known = self._known.decided(decision, wake, found.watch)
         self._log.emit(decision.event())
         self._notify("nereus_decided", decision=decision)
         return replace(found, decision=decision)
@@ -295,8 +295,7 @@ class Controller:
         finally:
             self._known = known.attempted()
             self._transition_s += clock() - begin_s
-        if outcome.predicted is not None:
-            self._known = self._known.transitioned(outcome.predicted.mean_s, held_s)
+        self._known = self._known.transitioned(graph, cost, held_s)
         self._now = self._look(now.usable, None)
         self._notify("nereus_transition_finished", outcome=outcome)
 

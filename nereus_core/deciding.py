@@ -14,7 +14,7 @@ from nereus_core.errors import NoFeasiblePlan
 from nereus_core.knowledge import Knowledge
 from nereus_core.layout import Layout
 from nereus_core.plan import Plan
-from nereus_core.planner import Candidate, Constraints, Planned, best, still_good
+from nereus_core.planner import Candidate, Constraints, Planned, Watch, best, still_good
 from nereus_core.situation import Situation
 from nereus_core.transition import TransitionGraph
 from nereus_core.triggers import Wake
@@ -31,6 +31,9 @@ class Decided:
     graph: TransitionGraph | None
     cost: CostModel
     """What the decision was made with."""
+    watch: Watch | None = None
+    """Of the plan that stays, to answer without a search next time; None where it is not known to
+    be good."""
 
 
 def decide(
@@ -58,17 +61,28 @@ def decide(
         StateLost: the same, because state is gone.
     """
     cost, lengths = known.cost.on(now.job), known.lengths
+    watched = known.watch and known.watch.bounds(cost, lengths, constraints, now.plan)
+    if watched and not now.urgent and watched.within(policy.delta):
+        why = (
+            f"the current plan is within {policy.delta:.0%} of the best possible, by bounds alone: "
+            f"a step takes {watched.most_s:.4g} s at most, and {watched.least_s:.4g} s under any"
+        )
+        same = _unchanged(wake, now, known, None, policy, why, begin_s)
+        return Decided(same, None, cost, known.watch)
     current = None if now.urgent else Candidate(now.plan, cost.step(now.plan, lengths))
     rule = POLICIES[policy.admission]
 
-    def stay(why: str) -> Decided:
-        return Decided(_unchanged(wake, now, known, current, policy, why, begin_s), None, cost)
+    def stay(why: str, *, good: bool = False) -> Decided:
+        decision = _unchanged(wake, now, known, current, policy, why, begin_s)
+        watch = _watch(cost, known, constraints, now.plan, policy.delta) if good else known.watch
+        return Decided(decision, None, cost, watch)
 
     if current and rule.rule is None:
         return stay(f"the policy {rule.name!r} changes no plan that can go on")
     narrow = kept(constraints, now.plan) if rule.layouts == "kept" else constraints
     if current and still_good(cost, lengths, narrow, now.plan, policy.delta):
-        return stay(f"the current plan is within {policy.delta:.0%} of the best possible")
+        why = f"the current plan is within {policy.delta:.0%} of the best possible"
+        return stay(why, good=narrow is constraints)
     try:
         planned = _best(cost, lengths, narrow, constraints, now)
     except NoFeasiblePlan as error:
@@ -76,11 +90,14 @@ def decide(
             raise
         return stay(str(error))
     target = planned.best.plan
-    why = now.problem or now.memory_problem
+    problem = now.problem or now.memory_problem
     missing = constraints.missing_units(now.plan)
     if current and constraints.missing_units(target) < missing:
         # What the configuration demands is not weighed against seconds.
-        current, why = None, f"{missing} of the units that constraints.min_dp asks for are missing"
+        current, problem = (
+            None,
+            f"{missing} of the units that constraints.min_dp asks for are missing",
+        )
     graph = compiled(target)
     decision = admit(
         step=known.step,
@@ -95,10 +112,21 @@ def decide(
         policy=policy,
         history=known.history,
         decision_s=time.perf_counter() - begin_s,
-        why=why,
+        why=problem,
         runner_ups=tuple((r, cost.step(r.plan, lengths).step) for r in planned.runner_ups),
     )
     return Decided(decision, graph, cost)
+
+
+def _watch(
+    cost: CostModel, known: Knowledge, constraints: Constraints, plan: Plan, delta: float
+) -> Watch | None:
+    """A watch of a plan that is good; the old one where a new one would tell no more."""
+    old = known.watch
+    still = old and old.bounds(cost, known.lengths, constraints, plan)
+    if old and still and not old.middle.within(delta):
+        return old
+    return Watch.of(cost, known.lengths, constraints, plan)
 
 
 def kept(constraints: Constraints, plan: Plan) -> Constraints:

@@ -13,7 +13,9 @@ from nereus_core.cost.op_classes import OpClass
 from nereus_core.forecast import Crossing, Forecaster
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan
+from nereus_core.planner import Watch
 from nereus_core.situation import Situation
+from nereus_core.transition import TransitionGraph
 from nereus_core.triggers import Levels, Signals, Trigger, Triggers, Wake
 from nereus_core.workload import Job
 
@@ -52,6 +54,8 @@ class Knowledge:
     recheck: Recheck | None = None
     longest: tuple[float, ...] = ()
     """Longest responses of the last steps."""
+    watch: Watch | None = None
+    """Of the plan that runs, since it was last found to be good."""
 
     @classmethod
     def of_job(
@@ -128,7 +132,7 @@ class Knowledge:
         since = self.history.steps_since_transition
         return 0 if since is None else max(0, self.triggers.policy.cooldown_steps - since)
 
-    def decided(self, decision: Decision, wake: Wake) -> Self:
+    def decided(self, decision: Decision, wake: Wake, watch: Watch | None) -> Self:
         """Measure changes from here on; a refusal is looked at again, ever more rarely."""
         looked = wake.trigger is Trigger.RECHECK and self.recheck is not None
         recheck = None if looked else self.recheck
@@ -141,7 +145,7 @@ class Knowledge:
                 self.step + wait, longer, f"a better plan was refused {wait} steps ago"
             )
         triggers = self.triggers.decided(self.lengths.response_mean)
-        return replace(self, triggers=triggers, recheck=recheck)
+        return replace(self, triggers=triggers, recheck=recheck, watch=watch)
 
     def attempted(self) -> Self:
         """A transition was tried: cool down, and trust no prediction for what runs now."""
@@ -155,13 +159,15 @@ class Knowledge:
             plan_was_seen=False,
             recheck=self._settling(self.triggers.policy, self.step),
             triggers=self.triggers.changed(),
+            watch=None,
         )
 
-    def transitioned(self, predicted_s: float, measured_s: float) -> Self:
-        """Learn what a transition cost."""
+    def transitioned(self, graph: TransitionGraph, cost: CostModel, measured_s: float) -> Self:
+        """Learn what a transition took; ``cost`` is what it was predicted with."""
         elapsed_s = self.history.elapsed_s + measured_s
+        path = graph.longest(cost)
         return replace(
             self,
-            cost=self.cost.refined_transition(predicted_s, measured_s),
+            cost=self.cost.refined_transition(path, graph.atlas, measured_s),
             history=replace(self.history, elapsed_s=elapsed_s),
         )

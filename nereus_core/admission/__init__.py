@@ -59,7 +59,7 @@ class Decision:
     current_plan: Plan
     candidate_plan: Plan | None
     current_s: Interval | None
-    """Predicted step latency; None when the current plan cannot go on."""
+    """Predicted step latency; None when the current plan cannot go on, or bounds were enough."""
     candidate_s: Interval | None
     saving_s: Interval | None
     """Per step."""

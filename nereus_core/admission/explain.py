@@ -23,7 +23,8 @@ def explain_event(event: Decided) -> str:
         f"(policy {event.policy}; thought for {event.decision_s * 1e3:.3g} ms)",
         f"  woken by   {event.trigger}{f': {event.signal}' if event.signal else ''}",
     ]
-    now = _seconds(event, "current", event.current_s) or "cannot go on"
+    unpriced = "seconds not asked" if event.path == "none" else "cannot go on"
+    now = _seconds(event, "current", event.current_s) or unpriced
     lines.append(f"  current    {_plan(event.current_plan)}: {now}")
     if event.candidate_plan is not None:
         then = _seconds(event, "candidate", event.candidate_s)

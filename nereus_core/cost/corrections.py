@@ -1,17 +1,12 @@
-"""What is learned beside efficiencies: time between stages, and how primitives really go."""
+"""What is learned beside efficiencies: the time between stages."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass
 
 _REMEMBERED_STEPS = 5
 """Steps whose median is taken for what happens between stages; chosen, not measured."""
-_TRANSITION_DEVIATION = 0.7
-"""Of the log of measured / predicted primitive seconds before any is seen; chosen."""
-_TRANSITION_NOISE = 0.3
-"""The same from one primitive to the next; chosen, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +36,3 @@ class Between:
             (*self.overhead_s, overhead_s)[-_REMEMBERED_STEPS:],
             (*self.sync, factor)[-_REMEMBERED_STEPS:],
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Measured / predicted seconds of primitives, in logs, with its variance."""
-
-    log: float = 0.0
-    variance: float = _TRANSITION_DEVIATION**2
-
-    def seen(self, predicted_s: float, measured_s: float) -> Scale:
-        """Take in one primitive; outliers beyond two deviations pull no harder."""
-        spread = math.sqrt(self.variance + _TRANSITION_NOISE**2)
-        surprise = math.log(measured_s / predicted_s)
-        gain = self.variance / spread**2
-        moved = self.log + gain * max(-2 * spread, min(2 * spread, surprise))
-        # Never surer than a tenth of one primitive's scatter: machines change.
-        variance = max(self.variance * (1 - gain), _TRANSITION_NOISE**2 / 10)
-        return Scale(moved, variance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost.compute import stage_work, sync_work
-from nereus_core.cost.corrections import Between, Scale
+from nereus_core.cost.corrections import Between
 from nereus_core.cost.coverage import NOISE, Coverage
 from nereus_core.cost.curves import Curves, curves_of
 from nereus_core.cost.efficiency import EfficiencyTable
@@ -19,6 +19,7 @@ from nereus_core.cost.interval import Interval
 from nereus_core.cost.kernels import prior_fractions
 from nereus_core.cost.lengths import Lengths
 from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
+from nereus_core.cost.moving import Moving
 from nereus_core.cost.op_classes import FloatArray
 from nereus_core.cost.peaks import Peaks
 from nereus_core.cost.shapes import Options, RankShapes
@@ -35,6 +36,8 @@ _MISFIT = 0.065
 error of a white-box model of this form on vTrain's measured multi-node plans."""
 _PRIOR = cast(EfficiencyTable, None)
 """Stands for the conservative prior of the job's cluster."""
+_AS_STAGES = cast(Moving, None)
+"""Stands for what classes take in stages."""
 
 
 def _spread(step_s: float, deviation_s: float) -> float:
@@ -87,7 +90,8 @@ class CostModel:
     confidence: float = 0.9
     """With which each bound of an interval holds."""
     between: Between = field(default_factory=Between)
-    scale: Scale = field(default_factory=Scale)
+    moving: Moving = _AS_STAGES
+    """How transitions go; as `efficiencies` say where none was seen."""
     peaks: Peaks = field(default_factory=Peaks)
     coverage: Coverage = field(default_factory=Coverage)
     curves: Curves | None = None
@@ -104,6 +108,8 @@ class CostModel:
         if self.efficiencies is _PRIOR:
             prior = EfficiencyTable.prior(self.job.cluster, prior_fractions(self.job.cluster))
             object.__setattr__(self, "efficiencies", prior)
+        if self.moving is _AS_STAGES:
+            object.__setattr__(self, "moving", Moving.unseen(self.efficiencies.log_inverse))
 
     @property
     def capacity_bytes(self) -> int:
@@ -204,11 +210,7 @@ class CostModel:
 
     def primitive(self, op: Primitive, units: UnitMap) -> Interval:
         """Predict the seconds of one primitive on these units."""
-        seconds = primitive_work(self.job, op, units) * self.efficiencies.inverse
-        total = float(seconds.sum())
-        deviation = self.efficiencies.deviation([(None, seconds)]) / total
-        deviation = math.hypot(deviation, math.sqrt(self.scale.variance))
-        return Interval.relative(total * math.exp(self.scale.log), deviation, self.confidence)
+        return self.moving.predicted(primitive_work(self.job, op, units), self.confidence)
 
     def refined(self, plan: Plan, observation: Observation) -> CostModel:
         """Learn from a measured step under a plan; a step without responses teaches nothing."""
@@ -265,11 +267,20 @@ class CostModel:
                     peaks = peaks.seen(stage, uncorrected, highest - stays)
         return peaks
 
-    def refined_transition(self, predicted_s: float, measured_s: float) -> CostModel:
-        """Learn from one finished primitive or transition."""
-        if predicted_s <= 0 or measured_s <= 0:
+    def refined_transition(
+        self, path: Sequence[Primitive], units: UnitMap, measured_s: float
+    ) -> CostModel:
+        """Learn from a finished transition.
+
+        Args:
+            path: the primitives that followed one another longest.
+            units: every unit that they name.
+            measured_s: seconds that the job was held.
+        """
+        if not path or measured_s <= 0:
             return self
-        return replace(self, scale=self.scale.seen(predicted_s, measured_s))
+        work = np.sum([primitive_work(self.job, op, units) for op in path], axis=0)
+        return replace(self, moving=self.moving.seen(work, measured_s, self.confidence))
 
     def _stages(self, plan: Plan, lengths: Lengths) -> _Stages:
         # A plan that does not fit is priced as if it did, so that it can be compared at all.

@@ -19,6 +19,7 @@ import numpy as np
 
 from nereus_core.cluster import Cluster
 from nereus_core.cost.curves import CHOSEN
+from nereus_core.cost.kalman import gain, shrunk
 from nereus_core.cost.op_classes import CLASSES, INDEX, FloatArray, OpClass
 from nereus_core.workload import ModelStage
 
@@ -163,10 +164,11 @@ class EfficiencyTable:
         jacobian = np.zeros(len(self.covariance))
         jacobian[INDEX[op_class]] = 1.0
         state = self._state()
-        gain, _ = _gain(self.covariance, jacobian, _NOISE_DEVIATION)
+        weights, _ = gain(self.covariance, jacobian, _NOISE_DEVIATION)
         surprise = -math.log(value) - state[INDEX[op_class]]
         return self._moved(
-            state + gain * surprise, _shrunk(self.covariance, gain, jacobian, _NOISE_DEVIATION)
+            state + weights * surprise,
+            shrunk(self.covariance, weights, jacobian, _NOISE_DEVIATION),
         )
 
     def _corrected(
@@ -176,7 +178,7 @@ class EfficiencyTable:
         at = len(CLASSES) + list(self.log_residual).index(stage)
         prior, covariance = self._state(), self.covariance
         _, jacobian = _predict(prior, work, at)
-        _, deviation = _gain(covariance, jacobian, noise)
+        _, deviation = gain(covariance, jacobian, noise)
         surprise = log_seconds - _predict(prior, work, at)[0]
         streak = 0
         if abs(surprise) > _HUBER * deviation:
@@ -186,7 +188,7 @@ class EfficiencyTable:
         if abs(streak) >= _PERSISTENT:
             # Not an outlier any more: forget how certain this stage's unknowns were.
             covariance = self._loosened(jacobian)
-            _, deviation = _gain(covariance, jacobian, noise)
+            _, deviation = gain(covariance, jacobian, noise)
         limit = _HUBER * deviation
         target = log_seconds - surprise + max(-limit, min(limit, surprise))
         state, free = prior, np.ones(len(prior), dtype=np.bool_)
@@ -194,13 +196,13 @@ class EfficiencyTable:
             predicted, jacobian = _predict(state, work, at)
             # Iterated extended Kalman filter: relinearize around the newest state. Efficiencies
             # that have reached their bound stay there and leave the rest to the others.
-            gain, _ = _gain(covariance, jacobian * free, noise)
-            gain = gain * free
-            moved = prior + gain * (target - predicted - jacobian @ (prior - state))
+            weights, _ = gain(covariance, jacobian * free, noise)
+            weights = weights * free
+            moved = prior + weights * (target - predicted - jacobian @ (prior - state))
             state = np.concatenate([_bounded(moved), moved[len(CLASSES) :]])
             free &= state == moved
         jacobian = jacobian * free
-        table = self._moved(state, _shrunk(covariance, gain, jacobian, noise))
+        table = self._moved(state, shrunk(covariance, weights, jacobian, noise))
         return replace(table, streaks={**self.streaks, stage: streak})
 
     def _state(self) -> FloatArray:
@@ -225,22 +227,3 @@ def _predict(state: FloatArray, work: FloatArray, at: int) -> tuple[float, Float
     jacobian[: len(CLASSES)] = seconds / total  # d log(sum_k w_k e^x_k) / d x_k = share of class k
     jacobian[at] = 1.0
     return math.log(total) + float(state[at]), jacobian
-
-
-def _gain(covariance: FloatArray, jacobian: FloatArray, noise: float) -> tuple[FloatArray, float]:
-    """Kalman gain, and the standard deviation of what was to be measured."""
-    spread = covariance @ jacobian
-    variance = float(jacobian @ spread) + noise**2
-    return spread / variance, math.sqrt(variance)
-
-
-def _shrunk(
-    covariance: FloatArray, gain: FloatArray, jacobian: FloatArray, noise: float
-) -> FloatArray:
-    """Covariance after a correction, in Joseph's form: no gain can make a variance negative.
-
-    Source: Bucy and Joseph (1968), "Filtering for Stochastic Processes with Applications".
-    """
-    kept = np.eye(len(gain)) - np.outer(gain, jacobian)
-    after = kept @ covariance @ kept.T + np.outer(gain, gain) * noise**2
-    return np.asarray((after + after.T) / 2)

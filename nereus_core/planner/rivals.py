@@ -8,26 +8,74 @@ others by what they took at least, grown by the least growth there is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
+from nereus_core.cost import CostModel
 from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.plan import Plan
 from nereus_core.planner.bounds import Blocks, Bounds, partitions
 from nereus_core.planner.colocating import best_price
+from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import shape_between
-from nereus_core.planner.pareto import front
-from nereus_core.planner.slopes import Slopes
+from nereus_core.planner.slopes import Box, Slopes
 from nereus_core.planner.space import Space
 
+PEAKS_REACH = 1.2
+"""Factor by which what running takes may turn out less than thought; chosen: four steps of the grid
+on which `Peaks` learns."""
 _SLACKS = (0.4, 0.2, 0.1, 0.05)
 """Above the bound of today's best: assignments kept, fewer where they are too many."""
 _KEPT = 1000
 """Assignments kept at most; chosen for speed."""
 _MISFIT_S = 1e12
 """Stands for no way to run: finite, so that it can be multiplied by zero."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probed:
+    """The space at every probe of a box of lengths."""
+
+    sizes: tuple[Space, ...]
+    """At `Box.sizes_probed`; the first is that of today's lengths."""
+    up: tuple[Space, ...]
+    """With each gap of the shape wider."""
+    down: tuple[Space, ...]
+    """With each gap narrower."""
+    way_down: FloatArray
+    """`Box.down`."""
+
+    @classmethod
+    def of(cls, cost: CostModel, box: Box, constraints: Constraints, plan: Plan) -> Self:
+        """Price all choices at every probe; raises NoFeasiblePlan where a stage has none."""
+        sizes = tuple(Space.of(cost, way, constraints, plan) for way in box.sizes_probed())
+        pairs = box.shapes_probed()
+        return cls(
+            sizes,
+            tuple(sizes[0].reshaped(wider) for wider, _ in pairs),
+            tuple(sizes[0].reshaped(narrower) for _, narrower in pairs),
+            box.down,
+        )
+
+    @property
+    def today(self) -> Space:
+        """The space of today's lengths."""
+        return self.sizes[0]
+
+    def least_bytes(self, stage: int) -> FloatArray:
+        """The least that a stage's options ever take while they run [option, wave]."""
+        found = [s.options[stage].transient_bytes for s in (*self.sizes, *self.up, *self.down)]
+        return np.asarray(np.min(found, axis=0) / PEAKS_REACH)
+
+    def slopes(self, stage: int, at: tuple[IntArray, ...]) -> Slopes:
+        """Bounds of the seconds of some ways [crossing, option, wave] of a stage."""
+        sizes, up, down = (
+            np.array([s.options[stage].busy_s[at] for s in spaces]).reshape(-1, len(at[0]))
+            for spaces in (self.sizes, self.up, self.down)
+        )
+        return Slopes.of(sizes, up, down, self.way_down)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,22 +91,22 @@ class Whole:
     """[price]: what the room for bytes that stay is worth."""
 
     @classmethod
-    def of(cls, spaces: Sequence[Space]) -> Self | None:
+    def of(cls, probed: Probed) -> Self | None:
         """None where some stage does not fit or the stages may not share."""
-        base = spaces[0]
+        base = probed.today
         capacity = base.cost.capacity_bytes
         shape = shape_between(base.node_sizes, 0, base.num_devices)
         slopes, stays, peaks = [], [], []
         for i, o in enumerate(base.options):
             fits, crossing = o.grid.fitted(shape)
-            least = np.min([s.options[i].transient_bytes for s in spaces], axis=0)
+            least = probed.least_bytes(i)
             ever = (o.persistent_bytes[:, None] + least <= capacity) & fits[:, None]
             if not ever.any():
                 return None
-            rows = np.arange(len(ever))
-            own = Slopes.of(np.array([s.options[i].busy_s[crossing, rows][ever] for s in spaces]))
-            keeps = np.broadcast_to(o.persistent_bytes[:, None], ever.shape)[ever]
-            kept = front(np.column_stack([own.least_at_corners(), keeps]))
+            row, wave = np.nonzero(ever)
+            own = probed.slopes(i, (crossing[row], row, wave))
+            keeps = o.persistent_bytes[row]
+            kept = own.undominated(keeps[:, None])
             slopes.append(own.take(kept))
             stays.append(keeps[kept])
             peaks.append(least[ever].min())
@@ -74,9 +122,10 @@ class Whole:
             prices * (capacity - max(peaks)),
         )
 
-    def least_s(self, by: FloatArray) -> float:
-        """Lower bound of the sum of all stages."""
-        priced = np.minimum.reduceat(self.seconds.least(by) + self.priced, self.starts, axis=1)
+    def least_s(self, logs: FloatArray) -> float:
+        """Lower bound of the sum of all stages, from those of ``seconds``."""
+        seconds = np.exp(logs)
+        priced = np.minimum.reduceat(seconds + self.priced, self.starts, axis=1)
         return float((priced.sum(axis=1) - self.room).max())
 
 
@@ -100,19 +149,20 @@ class Others:
     """Assignments that were not kept took no less."""
 
     @classmethod
-    def of(cls, spaces: Sequence[Space], best_s: float) -> Self:
+    def of(cls, probed: Probed, best_s: float) -> Self:
         """Keep the assignments whose bound is near to the best step of today."""
-        base = spaces[0]
+        base = probed.today
         slopes, at = [], []
         for i, o in enumerate(base.options):
-            least = np.min([s.options[i].transient_bytes for s in spaces], axis=0)
+            least = probed.least_bytes(i)
             ever = o.persistent_bytes[:, None] + least <= base.cost.capacity_bytes
             # Whatever is crossed: a link between nodes may be the faster one.
             ways = np.isfinite(o.busy_s) & ever
-            own = Slopes.of(np.array([s.options[i].busy_s[ways] for s in spaces]))
+            own = probed.slopes(i, np.nonzero(ways))
             size = np.searchsorted(base.sizes, o.grid.num_devices)
             size = np.broadcast_to(size[:, None], ways.shape)[ways]
-            kept = front(np.column_stack([size, own.least_at_corners()]))  # by size, then seconds
+            kept = own.undominated(size[:, None].astype(np.float64))
+            kept = kept[np.argsort(size[kept], kind="stable")]
             slopes.append(own.take(kept))
             at.append(i * len(base.sizes) + size[kept])
         joined, flat = Slopes.joined(slopes), np.concatenate(at)
@@ -155,18 +205,20 @@ class Others:
             reach_s,
         )
 
-    def least_s(self, by: FloatArray) -> float:
-        """Lower bound over all of them."""
-        seconds = self.seconds.least(by)
-        grown = float((self.seconds.slope @ by + self.seconds.below).min(initial=0.0))
+    def least_s(self, logs: FloatArray) -> float:
+        """Lower bound over all of them, from those of ``seconds``."""
+        grown, seconds = float((logs - self.seconds.middle).min(initial=0.0)), np.exp(logs)
         bound_s = self.beyond_s * math.exp(grown)
         if not len(self.blocks):
             return bound_s
         least_s = np.minimum(_by_size(self.space, seconds, self.starts, self.at), _MISFIT_S)
         tables = (self.members @ least_s).reshape(-1, self.space.num_levels, least_s.shape[1])
         group_s = tables[self.blocks, :, self.sizes]  # [assignment, group, level]
-        whole_s = group_s.sum(axis=2).max(axis=1)
-        return min(bound_s, float(self.space.objective(group_s.max(axis=1), whole_s).min()))
+        level_s = group_s.max(axis=1)
+        # Only where generation goes on beside the others does any one group matter by itself.
+        alone = self.space.cost.job.workload.asynchronous
+        whole_s = group_s.sum(axis=2).max(axis=1) if alone else level_s
+        return min(bound_s, float(self.space.objective(level_s, whole_s).min()))
 
 
 def _by_size(space: Space, seconds: FloatArray, starts: IntArray, at: IntArray) -> FloatArray:

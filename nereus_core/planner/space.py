@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -121,6 +121,20 @@ class Space:
             group_sizes(len(usable)),
             max(level.values()) + 1,
         )
+
+    def reshaped(self, lengths: Lengths) -> Space:
+        """Return the same choices, priced for responses of another shape and the same sizes.
+
+        Nothing but generation depends on the shape.
+        """
+        largest = self.node_sizes[0]
+        options = tuple(
+            _options(self.cost, lengths, o.stage, o.level, o.grid, largest)
+            if o.stage.stage is Stage.GENERATE
+            else o
+            for o in self.options
+        )
+        return replace(self, lengths=lengths, options=options, _fronts={}, _single={})
 
     @property
     def num_devices(self) -> int:

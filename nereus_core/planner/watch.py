@@ -6,21 +6,20 @@ The plan's own step is bounded from above and every rival's (`rivals`) from belo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost import CostModel, Lengths, StageTable
 from nereus_core.cost.op_classes import FloatArray
-from nereus_core.cost.step import Cell, makespan, options_of, regions
-from nereus_core.plan import Plan, plan_problems
+from nereus_core.cost.step import Cell, levels, options_of, regions
+from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner.constraints import Constraints
-from nereus_core.planner.rivals import Others, Whole
-from nereus_core.planner.slopes import REACH, Slopes, coordinates, moved, probes
-from nereus_core.planner.space import Space
-from nereus_core.workload import ModelStage
+from nereus_core.planner.rivals import PEAKS_REACH, Others, Probed, Whole
+from nereus_core.planner.slopes import Box, Slopes
+from nereus_core.workload import ModelStage, Stage, Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,49 +27,115 @@ class _Current:
     """The plan that runs: per stage one row per number of rounds."""
 
     stages: tuple[ModelStage, ...]
-    starts: tuple[int, ...]
-    """First row of each stage, then the number of all."""
+    rows: tuple[int, ...]
+    """Rows of each stage."""
     seconds: Slopes
     runs_bytes: Slopes
     room_bytes: FloatArray
     """[row]: what is left beside all that stays where the stage runs."""
-    met: Collection[Cell]
+    turns: tuple[tuple[tuple[int, ...], ...], ...]
+    """Sums of stages, by number, of which the longest counts, in turns that follow one another."""
+    beside: tuple[tuple[int, ...], ...]
+    """The same of all stages where generation goes on beside them; empty where it does not."""
 
     @classmethod
-    def of(cls, cost: CostModel, trials: Sequence[Lengths], plan: Plan) -> Self:
-        tables = [
-            [cost.table(s, options_of(p), lengths) for lengths in trials] for s, p in plan.items()
-        ]
-        stays = {s: float(own[0].persistent_bytes[0]) for s, own in zip(plan, tables, strict=True)}
+    def of(cls, cost: CostModel, box: Box, plan: Plan) -> Self:
+        """Price the plan's own ways at every probe."""
+        tables = [_Probes.of(cost, box, s, p) for s, p in plan.items()]
+        today = [own.sizes[0] for own in tables]
+        stays = {s: float(own.persistent_bytes[0]) for s, own in zip(plan, today, strict=True)}
         met = regions(plan)
-        room, starts = [], [0]
-        for stage, own in zip(plan, tables, strict=True):
+        room = []
+        for stage, own in zip(plan, today, strict=True):
             beside = max(sum(stays[s] for s in cell) for cell in met if stage in cell)
-            room.append(np.full(len(own[0].waves), cost.capacity_bytes - beside))
-            starts.append(starts[-1] + len(own[0].waves))
-        seconds = [np.array([t.seconds + t.sync_s for t in own]) for own in tables]
-        runs = [np.array([t.transient_bytes for t in own]) for own in tables]
+            room.append(np.full(len(own.waves), cost.capacity_bytes - beside))
         return cls(
             tuple(plan),
-            tuple(starts),
-            Slopes.of(np.concatenate(seconds, axis=1)),
-            Slopes.of(np.concatenate(runs, axis=1)),
+            tuple(len(own.waves) for own in today),
+            Slopes.joined([own.slopes(box, _busy_s) for own in tables]),
+            Slopes.joined([own.slopes(box, _runs_bytes) for own in tables]),
             np.concatenate(room),
-            met,
+            *_turns(cost.job.workload, tuple(plan), met),
         )
 
-    def step_s(self, cost: CostModel, by: FloatArray) -> float:
-        """Upper bound of a step without what lies between stages; inf where it may not fit."""
-        fits = self.runs_bytes.most(by) <= self.room_bytes
-        seconds = self.seconds.most(by)
-        busy_s: dict[ModelStage, float] = {}
-        for stage, start, end in zip(self.stages, self.starts, self.starts[1:], strict=False):
-            row = start + int(fits[start:end].argmax())
-            if not fits[row]:
+    def step_s(self, at: FloatArray, more: Sequence[float]) -> float:
+        """Upper bound of a step without what lies between stages; inf where it may not fit.
+
+        Args:
+            at: place of the lengths.
+            more: factor on what running takes, by stage.
+        """
+        busy_s, seconds = list[float](), self.seconds.most(at).tolist()
+        fits = (self.runs_bytes.most(at) <= self.room_bytes / np.repeat(more, self.rows)).tolist()
+        end = 0
+        for number in self.rows:
+            row, start, end = end, end, end + number
+            while row < end and not fits[row]:
+                row += 1
+            if row == end:
                 return math.inf
             # The model takes the fewest rounds that fit: these or fewer.
-            busy_s[stage] = float(seconds[start : row + 1].max())
-        return makespan(cost.job.workload, busy_s, self.met)[0]
+            busy_s.append(max(seconds[start : row + 1]))
+
+        def longest(cells: tuple[tuple[int, ...], ...]) -> float:
+            return max((sum(busy_s[i] for i in cell) for cell in cells), default=0.0)
+
+        return max(sum(map(longest, self.turns)), longest(self.beside))
+
+
+def _turns(
+    workload: Workload, stages: tuple[ModelStage, ...], met: Collection[Cell]
+) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], tuple[tuple[int, ...], ...]]:
+    """What `cost.step.makespan` adds up, worked out once."""
+    level = levels(workload)
+    after = [s for s in stages if not (workload.asynchronous and s.stage is Stage.GENERATE)]
+    turns = tuple(
+        tuple(
+            tuple(i for i, s in enumerate(stages) if s in cell and s in after and level[s] == n)
+            for cell in met
+        )
+        for n in sorted({level[s] for s in after})
+    )
+    cells = tuple(tuple(i for i, s in enumerate(stages) if s in cell) for cell in met)
+    return turns, cells if workload.asynchronous else ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Probes:
+    """Tables of one placement at every probe."""
+
+    sizes: Sequence[StageTable]
+    up: Sequence[StageTable]
+    down: Sequence[StageTable]
+
+    @classmethod
+    def of(cls, cost: CostModel, box: Box, stage: ModelStage, placement: Placement) -> Self:
+        options = options_of(placement)
+
+        def table(lengths: Lengths) -> StageTable:
+            return cost.table(stage, options, lengths)
+
+        sizes, pairs = [table(lengths) for lengths in box.sizes_probed()], box.shapes_probed()
+        if stage.stage is not Stage.GENERATE:  # nothing else depends on the shape
+            return cls(sizes, [sizes[0]] * len(pairs), [sizes[0]] * len(pairs))
+        return cls(sizes, [table(up) for up, _ in pairs], [table(down) for _, down in pairs])
+
+    def slopes(self, box: Box, read: Callable[[StageTable], FloatArray]) -> Slopes:
+        """Bounds of what is read from a table, by row."""
+        rows = len(self.sizes[0].waves)
+        sizes, up, down = (
+            np.array([read(t) for t in tables]).reshape(-1, rows)
+            for tables in (self.sizes, self.up, self.down)
+        )
+        return Slopes.of(sizes, up, down, box.down)
+
+
+def _busy_s(table: StageTable) -> FloatArray:
+    return table.seconds + table.sync_s
+
+
+def _runs_bytes(table: StageTable) -> FloatArray:
+    return table.transient_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,79 +143,116 @@ class Watch:
     """Tells whether a plan is within delta of the best possible after lengths or rates moved."""
 
     cost: CostModel
-    lengths: Lengths
+    box: Box
     constraints: Constraints
+    plan: Plan
     _current: _Current
     _whole: Whole | None
     _others: Others
+    _rivals: Slopes
+    """Seconds of `_whole`, where there is one, then of `_others`: bounded at once."""
+
+    @property
+    def middle(self) -> Bounded:
+        """What it could say when it was made."""
+        at = np.zeros(len(self.box.sizes) + len(self.box.gaps))
+        return self._bounded(self.cost, at, [1.0] * len(self.plan))
 
     @classmethod
     def of(
         cls, cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan
     ) -> Self | None:
-        """Work out what the check needs: a dozen times the work of the tables.
+        """Work out what the check needs: some dozens of times the work of the tables.
 
         Returns None where the plan breaks a rule or a constraint, so that no check can pass.
 
         Raises:
             NoFeasiblePlan: constraints or devices leave some stage no layout.
         """
-        trials = [moved(lengths, by) for by in probes()]
-        spaces = [Space.of(cost, trial, constraints, plan) for trial in trials]
+        box = Box.around(lengths)
+        probed = Probed.of(cost, box, constraints, plan)
         # Least numbers of units as far as the devices allow: the space has lowered them.
-        if plan_problems(plan, cost.job) or not spaces[0].constraints.allows(plan, plan):
+        if plan_problems(plan, cost.job) or not probed.today.constraints.allows(plan, plan):
             return None
-        whole = Whole.of(spaces)
-        current = _Current.of(cost, trials, plan)
+        whole, current = Whole.of(probed), _Current.of(cost, box, plan)
+        today = np.zeros(len(box.sizes) + len(box.gaps))
         best_s = min(
-            current.step_s(cost, np.zeros(4)), whole.least_s(np.zeros(4)) if whole else math.inf
+            current.step_s(today, [1.0] * len(plan)),
+            whole.least_s(whole.seconds.least_logs(today)) if whole else math.inf,
         )
-        return cls(cost, lengths, constraints, current, whole, Others.of(spaces, best_s))
+        others = Others.of(probed, best_s)
+        rivals = Slopes.joined([*([whole.seconds] if whole else []), others.seconds])
+        return cls(cost, box, constraints, plan, current, whole, others, rivals)
+
+    def bounds(
+        self, cost: CostModel, lengths: Lengths, constraints: Constraints, plan: Plan
+    ) -> Bounded | None:
+        """Bound a step of the plan from above and that of any plan from below.
+
+        None where one has to look anew: the plan, the cluster or the constraints are others,
+        or lengths, efficiencies or peaks moved too far.
+        """
+        if cost is not self.cost and not self._comparable(cost):
+            return None
+        if (plan is not self.plan and plan != self.plan) or constraints != self.constraints:
+            return None
+        more = [cost.peaks.factor(s) / self.cost.peaks.factor(s) for s in self._current.stages]
+        at = self.box.place(lengths)
+        if at is None or min(more) * PEAKS_REACH < 1:
+            return None
+        return self._bounded(cost, at, more)
+
+    def _bounded(self, cost: CostModel, at: FloatArray, more: Sequence[float]) -> Bounded:
+        slower, faster = (1.0, 1.0) if cost is self.cost else self._rates(cost)
+        between_s = cost.between.seconds
+        current_s = self._current.step_s(at, more) * slower
+        logs, first = self._rivals.least_logs(at), 0
+        if self._whole is not None:
+            first = len(self._whole.seconds.middle)
+        least_s = self._others.least_s(logs[first:])
+        if self._whole is not None:
+            least_s = min(least_s, self._whole.least_s(logs[:first]))
+        return Bounded(current_s + between_s, least_s * faster + between_s)
 
     def still_good(
         self, cost: CostModel, lengths: Lengths, constraints: Constraints, delta: float
     ) -> bool:
         """Whether the plan fits and is within ``delta`` of the best possible.
 
-        False may also mean that one has to look anew: the cluster or the constraints changed,
-        lengths moved too far, or the bounds are too weak to tell.
+        False may also mean that one has to look anew, or that the bounds are too weak to tell.
         """
-        if cost is not self.cost and not self._comparable(cost):
-            return False
-        if constraints is not self.constraints and constraints != self.constraints:
-            return False
-        by = coordinates(lengths) - coordinates(self.lengths)
-        if max(map(abs, by.tolist())) > REACH or not _same_shape(lengths, self.lengths):
-            return False
-        slower, faster = (1.0, 1.0) if cost is self.cost else self._rates(cost)
-        between_s = cost.between.seconds
-        current_s = self._current.step_s(cost, by) * slower + between_s
-        allowed_s = (1 + delta) * between_s
-        per_s = (1 + delta) * faster
-        if self._whole is not None and current_s > per_s * self._whole.least_s(by) + allowed_s:
-            return False
-        return current_s <= per_s * self._others.least_s(by) + allowed_s
+        found = self.bounds(cost, lengths, constraints, self.plan)
+        return found is not None and found.within(delta)
 
     def _comparable(self, cost: CostModel) -> bool:
-        same = cost.headroom == self.cost.headroom and cost.peaks.factors == self.cost.peaks.factors
-        return same and cost.job == self.cost.job
+        return cost.headroom == self.cost.headroom and cost.job == self.cost.job
 
     def _rates(self, cost: CostModel) -> tuple[float, float]:
         """Factors that no stage has become slower or faster by since."""
         before, after = self.cost.efficiencies, cost.efficiencies
-        classes = after.inverse / before.inverse
-        stages = [after.residual(s) / before.residual(s) for s in self._current.stages]
-        stages.append(cost.between.sync_factor / self.cost.between.sync_factor)
-        return float(classes.max()) * max(stages), float(classes.min()) * min(stages)
+        classes = after.log_inverse - before.log_inverse
+        stages = [
+            after.log_residual.get(s, 0.0) - before.log_residual.get(s, 0.0)
+            for s in self._current.stages
+        ]
+        # Syncs have a factor instead; one that is nothing, now or then, has no ratio.
+        was, now = self.cost.between.sync_factor, cost.between.sync_factor
+        if was != now and not (was > 0 and now > 0):
+            return math.inf, 0.0
+        stages.append(0.0 if was == now else math.log(now / was))
+        most, least = float(classes.max()) + max(stages), float(classes.min()) + min(stages)
+        return math.exp(most), math.exp(least)
 
 
-def _same_shape(one: Lengths, other: Lengths) -> bool:
-    """Whether lengths differ in nothing but their coordinates."""
-    four = (one.prompt_mean, one.response_mean, one.response_p95, one.response_max)
-    return one == replace(
-        other,
-        prompt_mean=four[0],
-        response_mean=four[1],
-        response_p95=four[2],
-        response_max=four[3],
-    )
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """What a watch can say of a step under its plan."""
+
+    most_s: float
+    """Seconds under the plan, at most; inf where it may not fit."""
+    least_s: float
+    """Seconds under any plan, at least."""
+
+    def within(self, delta: float) -> bool:
+        """Whether the plan is within ``delta`` of the best possible."""
+        return self.most_s <= (1 + delta) * self.least_s

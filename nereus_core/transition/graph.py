@@ -162,6 +162,16 @@ class TransitionGraph:
         ends = list(finish.values()) or [(0.0, 0.0, 0.0)]
         return Interval(*(max(times) for times in zip(*ends, strict=True)))
 
+    def longest(self, cost: PrimitiveCost) -> tuple[Primitive, ...]:
+        """Primitives of the longest path by mean seconds, in order: what a makespan consists of."""
+        before, prices = self.predecessors(), self.prices(cost)
+        finish: dict[OpId, tuple[float, tuple[Primitive, ...]]] = {}
+        none: tuple[float, tuple[Primitive, ...]] = (0.0, ())
+        for op in self.topological():
+            start_s, path = max((finish[p] for p in before[op.op_id]), key=_seconds, default=none)
+            finish[op.op_id] = (start_s + prices[op.op_id].mean_s, (*path, op))
+        return max(finish.values(), key=_seconds, default=none)[1]
+
     def explain(self) -> str:
         """Say in a line per primitive what is done, and beneath it what it waits for and why."""
         if not self.ops:
@@ -194,3 +204,7 @@ class TransitionGraph:
             for e in self.edges
         ]
         return ops, edges
+
+
+def _seconds(path: tuple[float, tuple[Primitive, ...]]) -> float:
+    return path[0]

@@ -9,6 +9,9 @@ Per number of GPUs (nodes of eight) and workload, in one run:
   cold_ms   a first plan: tables, search, devices and predicted step; nothing kept from before
   warm_ms   a plan around the current one after response lengths grew by a quarter
   check_ms  `Watch.still_good` after the same change; watch_ms made the watch once, beforehand
+  decide_ms the controller's whole decision (`deciding.decide`) after a next step: 1,024 responses
+            drawn anew from one distribution (other mean, quantiles and longest), and efficiencies
+            refined; answered by the watch alone, null where its bounds cannot tell
   why_ms    working out the runners-up and why they lost
   rss_mb    by how much the peak of resident memory grew during first plans
   scip_ms   presolving and solving the same space from the same tables (tests/support), one thread;
@@ -37,14 +40,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import numpy as np
 from planner_cases import CASES, LENGTHS
 
+from nereus_core.config import PolicyConfig
 from nereus_core.cost import CostModel, Lengths
+from nereus_core.deciding import Decided, decide
 from nereus_core.errors import NoFeasiblePlan
+from nereus_core.knowledge import Knowledge
 from nereus_core.layout import layouts
+from nereus_core.observation import TokenStats
+from nereus_core.plan import Plan
 from nereus_core.planner import Constraints, Watch, best, still_good
 from nereus_core.planner.bounds import partitions
 from nereus_core.planner.space import Space
+from nereus_core.situation import Situation
+from nereus_core.transition import TransitionGraph
+from nereus_core.triggers import Trigger, Wake
+from nereus_core.units import UnitMap
+from nereus_core.workload import Job
 
 GPUS = "32,64,128,256,512,1024,4096"
 REPEAT = 15
@@ -76,6 +90,42 @@ def grown(factor: float) -> Lengths:
         factor * n for n in (LENGTHS.response_mean, LENGTHS.response_p95, LENGTHS.response_max)
     )
     return replace(LENGTHS, response_mean=mean, response_p95=p95, response_max=most)
+
+
+def drawn(seed: int) -> Lengths:
+    """A step's responses: a long tail, cut at twice what `LENGTHS` has for a mean."""
+    counts = np.random.default_rng(seed).gamma(2.0, LENGTHS.response_mean / 2, 1024)
+    longest = int(LENGTHS.response_max)
+    seen = TokenStats.of([min(longest, 1 + int(n)) for n in counts])
+    return Lengths(LENGTHS.prompt_mean, seen.mean, seen.p95, seen.max, seen.quantiles)
+
+
+def decided_ms(job: Job) -> float | None:
+    """Milliseconds in which the controller decides to stay, the way it does at every boundary."""
+    policy, constraints, lengths = PolicyConfig(), Constraints(), drawn(0)
+    cost = CostModel(job)
+    try:
+        plan = best(cost, lengths, constraints).best.plan
+    except NoFeasiblePlan:
+        return None
+    known = replace(Knowledge.of_job(job, policy, None), cost=cost, lengths=lengths)
+    now, wake = Situation(job, UnitMap(), plan), Wake(Trigger.TOKENS, "measured")
+
+    def no_search(plan: Plan) -> TransitionGraph:
+        raise AssertionError(f"{plan} was searched")
+
+    def decision(known: Knowledge) -> Decided:
+        begin_s = time.perf_counter()
+        return decide(wake, now, known, constraints, policy, no_search, begin_s)
+
+    watch = Watch.of(cost, lengths, constraints, plan)
+    inverse = cost.efficiencies.log_inverse * 1.001
+    refined = replace(cost, efficiencies=replace(cost.efficiencies, log_inverse=inverse))
+    step = replace(known, cost=refined, lengths=drawn(1), watch=watch)
+    if watch is None or not watch.still_good(refined, drawn(1), constraints, DELTA):
+        return None
+    assert "by bounds alone" in decision(step).decision.rule
+    return median_ms(lambda _: decision(step), 20 * REPEAT)
 
 
 def ours(gpus: int, workload: str) -> dict[str, Any]:
@@ -122,6 +172,7 @@ def ours(gpus: int, workload: str) -> dict[str, Any]:
         lambda _: watch.still_good(cost, longer, constraints, DELTA), 20 * REPEAT
     )
     found["check"] = watch.still_good(cost, longer, constraints, DELTA)
+    found["decide_ms"] = decided_ms(job)
     found["full_check_ms"] = median_ms(
         lambda turn: still_good(cost, grown(GROWTH + turn * 1e-4), constraints, plan, DELTA)
     )
@@ -178,16 +229,17 @@ def case(gpus: int, workload: str, limit_s: float | None) -> dict[str, Any]:
 def show(cases: list[dict[str, Any]]) -> None:
     """Print a table."""
     print(
-        f"{'GPUs':>5} {'workload':<13}{'cold':>9}{'warm':>9}{'check':>10}{'RSS':>8}"
+        f"{'GPUs':>5} {'workload':<13}{'cold':>9}{'warm':>9}{'check':>10}{'decide':>10}{'RSS':>8}"
         f"{'SCIP':>11} {'status':<10}{'same':>6}{'ratio':>9}"
     )
     for c in cases:
         warm = "-" if c["warm_ms"] is None else f"{c['warm_ms']:.1f} ms"
         solver = "-" if c["scip_ms"] is None else f"{c['scip_ms']:,.0f} ms"
         ratio = "-" if c["ratio"] is None else f"{c['ratio']:,.0f}"
+        stay = "search" if c["decide_ms"] is None else f"{c['decide_ms']:.3f} ms"
         print(
             f"{c['gpus']:>5} {c['workload']:<13}{c['cold_ms']:>6.1f} ms{warm:>9}"
-            f"{c['check_ms']:>7.3f} ms{c['rss_mb']:>5.0f} MB{solver:>11} "
+            f"{c['check_ms']:>7.3f} ms{stay:>10}{c['rss_mb']:>5.0f} MB{solver:>11} "
             f"{c['scip_status'] or '-':<10}{c['same_optimum']!s:>6}{ratio:>9}"
         )
 

@@ -121,6 +121,23 @@ def test_steady_lengths_wake_nobody_and_nothing_flaps():
     assert not watched.of(TransitionStarted)
 
 
+def test_a_controller_that_decides_every_step_answers_by_bounds_alone():
+    job = big_job()
+    every = {"policy": {"tokens_change": 1e-6, "max_horizon_steps": 2}}
+    watched = Watched(job, good_plan(job, 1500), config=every)
+    watched.run(*[1500] * 4)
+    found = watched.run(*[1500 + 7 * (n % 5) + n for n in range(1, 13)])
+    assert all(d is not None and d.trigger == "tokens" for d in found)
+    assert sum("by bounds alone" in d.rule for d in found) >= 6, [d.rule for d in found]
+    assert not watched.of(TransitionStarted)
+    told = next(d for d in found if "by bounds alone" in d.rule).explain()
+    assert "within 5% of the best possible" in told
+    assert "cannot go on" not in told
+    # What has moved out of reach is searched again, and watched again from there.
+    far = watched.run(4000, 4010, 4020, 4030, 4040, 4050)
+    assert "by bounds alone" not in far[0].rule
+
+
 def test_predictions_meet_the_measured_steps():
     job = big_job()
     watched = Watched(job, good_plan(job, 1500), factor=1.7)

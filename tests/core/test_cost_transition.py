@@ -1,8 +1,12 @@
+import math
+import random
+
 import pytest
 
 from nereus_core.cluster import Cluster
 from nereus_core.cost import CostModel
-from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move
+from nereus_core.cost.op_classes import INDEX, OpClass
+from nereus_core.cost.transition import bytes_to_move, plan_bytes_to_move, primitive_work
 from nereus_core.device_specs import CPU_SEAT, INFINIBAND_HDR, LOOPBACK
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
@@ -80,15 +84,74 @@ def test_nothing_comes_from_a_failed_device():
     assert whole == TINY.num_params * (FLOAT32.train_bytes + 4 + 4)
 
 
-def test_measured_primitives_correct_the_prediction_and_narrow_it():
-    units = UnitMap([unit(0, Layout(1, 1), D[:1])])
-    op = Extend(OpId("a"), (UnitId(ACTOR_TRAIN, 0),), unit(1, Layout(1, 1), D[1:2]))
+def extension(to: Layout, stage=ACTOR_TRAIN) -> tuple[Extend, UnitMap]:
+    units = UnitMap([unit(0, Layout(1, 1), D[:1], stage)])
+    made = unit(1, to, D[1 : 1 + to.num_devices], stage)
+    return Extend(OpId("a"), (UnitId(stage, 0),), made), units
+
+
+def width(interval) -> float:
+    return interval.high_s / interval.low_s
+
+
+def test_measured_transitions_correct_the_prediction():
+    op, units = extension(Layout(1, 1))
     cost = CostModel(JOB)
-    first = cost.primitive(op, units)
-    truth = 4 * first.mean_s
+    truth = 4 * cost.primitive(op, units).mean_s
     for _ in range(10):
-        cost = cost.refined_transition(cost.primitive(op, units).mean_s, truth)
-    last = cost.primitive(op, units)
-    assert last.mean_s == pytest.approx(truth, rel=0.1)
-    assert last.high_s / last.low_s < first.high_s / first.low_s
-    assert cost.refined_transition(0.0, 1.0) is cost
+        cost = cost.refined_transition([op], units, truth)
+    assert cost.primitive(op, units).mean_s == pytest.approx(truth, rel=0.05)
+    assert cost.refined_transition([], units, 1.0) is cost
+    assert cost.refined_transition([op], units, 0.0) is cost
+
+
+def test_intervals_of_transitions_narrow_to_how_much_they_scatter():
+    op, units = extension(Layout(1, 1))
+    cost, noise = CostModel(JOB), random.Random(0)
+    truth = 3 * cost.primitive(op, units).mean_s
+    widths = [width(cost.primitive(op, units))]
+    for _ in range(20):
+        cost = cost.refined_transition([op], units, truth * math.exp(noise.gauss(0, 0.05)))
+        widths.append(width(cost.primitive(op, units)))
+    assert widths[0] > 8
+    assert widths[3] < 3.5
+    assert widths[20] < 1.35  # 90% of a 5% scatter: exp(2 x 1.28 x 0.05) = 1.14
+    assert widths[20] > 1.1
+
+
+def test_transitions_that_scatter_keep_wide_intervals():
+    op, units = extension(Layout(1, 1))
+    noise = random.Random(1)
+    cost, held = CostModel(JOB), 0
+    truth = 3 * cost.primitive(op, units).mean_s
+    for number in range(200):
+        measured = truth * math.exp(noise.gauss(0, 0.5))
+        predicted = cost.primitive(op, units)
+        held += number >= 100 and predicted.low_s <= measured <= predicted.high_s
+        cost = cost.refined_transition([op], units, measured)
+    assert 70 <= held <= 90  # of 100: two bounds that hold with 90% each
+    assert width(cost.primitive(op, units)) > 2.5
+
+
+def test_transitions_of_different_mixes_tell_calls_from_bytes():
+    small, large = extension(Layout(1, 1), ACTOR_GENERATE), extension(Layout(1, 1))
+    fixed_s, moved = 0.5, 50.0  # calls take longer than assumed, and bytes much longer
+
+    def truth(op, units) -> float:
+        work = primitive_work(JOB, op, units)
+        return fixed_s + moved * float(work[INDEX[OpClass.P2P_INTRA]])
+
+    cost = CostModel(JOB)
+    for _ in range(12):
+        for op, units in (small, large):
+            cost = cost.refined_transition([op], units, truth(op, units))
+    between = extension(Layout(2, 1))
+    assert cost.primitive(*between).mean_s == pytest.approx(truth(*between), rel=0.2)
+
+
+def test_one_transition_corrects_those_of_other_mixes():
+    small, large = extension(Layout(1, 1), ACTOR_GENERATE), extension(Layout(1, 1))
+    cost = CostModel(JOB)
+    taught = cost.refined_transition([small[0]], small[1], 5 * cost.primitive(*small).mean_s)
+    assert taught.primitive(*large).mean_s > 1.5 * cost.primitive(*large).mean_s
+    assert width(taught.primitive(*large)) < width(cost.primitive(*large))

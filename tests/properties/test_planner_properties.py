@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -12,9 +13,11 @@ from planner_cases import CASES, LENGTHS, middle_problem, small_problem
 
 from nereus_core.cluster import Cluster, Device
 from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost.peaks import Peaks
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import NoFeasiblePlan
 from nereus_core.layout import Layout
+from nereus_core.observation import TokenStats
 from nereus_core.planner import Constraints, Watch, best, still_good
 from nereus_core.sim.models import TINY
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Job, grpo
@@ -163,6 +166,56 @@ def test_a_watch_never_contradicts_the_search_and_mostly_agrees():
             agreed += answers[0]
     assert good > 30, good
     assert agreed > 0.8 * good, (agreed, good)
+
+
+def test_a_watch_holds_for_distributions_that_change_from_step_to_step():
+    agreed = good = 0
+    for seed in SEEDS:
+        cost, _ = small_problem(seed)
+        draw, constraints = np.random.default_rng(seed), Constraints()
+        mean, tail = draw.uniform(20, 60), draw.choice([0.7, 1.5, 4.0])
+
+        def step(mean, tail=tail, draw=draw) -> Lengths:
+            counts = np.clip(draw.gamma(tail, mean / tail, 1024), 1, 128).astype(int)
+            seen = TokenStats.of(counts.tolist())
+            return Lengths(16.0, seen.mean, seen.p95, seen.max, seen.quantiles)
+
+        lengths = step(mean)
+        try:
+            plan = best(cost, lengths, constraints).best.plan
+        except NoFeasiblePlan:
+            continue
+        watch = Watch.of(cost, lengths, constraints, plan)
+        assert watch is not None
+        for _ in range(4):
+            then = step(mean * draw.uniform(0.92, 1.08))
+            fits = cost.memory_problem(plan, then) is None
+            truth = fits and cost.step(plan, then).step.mean_s <= 1.05 * step_s(cost, then)
+            answer = watch.still_good(cost, then, constraints, 0.05)
+            assert truth or not answer, seed
+            good += truth
+            agreed += answer
+    assert good > 30, good
+    assert agreed > 0.4 * good, (agreed, good)  # where memory couples stages, bounds are weak
+
+
+def test_a_watch_follows_measured_peaks_and_knows_its_plan():
+    cost = CostModel(CASES["8B GRPO"].job(16))
+    constraints = Constraints()
+    plan = best(cost, LENGTHS, constraints).best.plan
+    watch = Watch.of(cost, LENGTHS, constraints, plan)
+    assert watch is not None
+
+    def peaked(factor: float) -> CostModel:
+        peaks = Peaks({ACTOR_TRAIN: (math.log(factor), 0.0)})
+        return replace(cost, peaks=peaks)
+
+    assert watch.bounds(peaked(0.9), LENGTHS, constraints, plan).within(0.05)
+    assert watch.bounds(peaked(0.5), LENGTHS, constraints, plan) is None  # others may fit now
+    assert watch.bounds(peaked(4.0), LENGTHS, constraints, plan).most_s == math.inf
+    other = best(cost, LENGTHS, Constraints(max_tp=1)).best.plan
+    assert other != plan
+    assert watch.bounds(cost, LENGTHS, constraints, other) is None
 
 
 def test_a_watch_looks_anew_when_the_cluster_constraints_or_lengths_left_its_reach():

@@ -1,8 +1,8 @@
 """Fleet: engines that serve one model, and the prompts in flight on them.
 
 Prompts go to the engine with the least work among those in routing whose weights are current. A
-prompt whose engine is interrupted, retired or lost goes on elsewhere with the tokens it has: none is
-drawn twice and none is dropped.
+prompt whose engine is interrupted, retired or lost goes on elsewhere with the tokens it has: none
+is drawn twice and none is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nereus_adapters.rollout.ports import (
     Finish,
     Prompt,
 )
-from nereus_core.errors import NereusError, WaitTimeout
+from nereus_core.errors import WaitTimeout
 from nereus_core.units import UnitId
 
 MAX_MOVES = 16
@@ -67,7 +67,8 @@ class Fleet:
         """Of the weights that prompts are answered with."""
         self.moved = 0
         """Prompts that went on elsewhere, ever."""
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[UnitId], None] = lambda unit: None
+        """Told of an engine that was lost with prompts on it."""
 
     # --- Replicas ---------------------------------------------------------------------------------
 
@@ -223,8 +224,14 @@ class Fleet:
             )
             return
         if not replica.engine.alive:
-            self.on_change()
+            self._tell_lost(replica)
         self._begin(request)
+
+    def _tell_lost(self, replica: _Replica) -> None:
+        with self._lock:
+            found = [unit for unit, r in self._replicas.items() if r is replica]
+        for unit in found:
+            self.on_lost(unit)
 
     def _dispatch(self) -> None:
         with self._lock:
@@ -258,10 +265,3 @@ def together(calls: Sequence[Callable[[], object]]) -> list[BaseException | None
         return []
     with ThreadPoolExecutor(len(calls), thread_name_prefix="nereus engines") as threads:
         return [future.exception() for future in [threads.submit(call) for call in calls]]
-
-
-def first_error(errors: Iterable[BaseException | None]) -> None:
-    """Raise the first error there is."""
-    for error in errors:
-        if error is not None:
-            raise error if isinstance(error, NereusError) else error

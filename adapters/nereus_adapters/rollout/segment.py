@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 FOLDER = Path("/dev/shm")
 """Where POSIX shared memory lies on Linux; a plain file there needs no resource tracker."""
 PREFIX = "nereus-weights-"
+"""Names go on with the process id of the driver, which answers for them."""
+
+
+def remove(names: Iterable[str]) -> None:
+    """Remove names; what is mapped of them stays readable. Safe to call twice."""
+    for name in names:
+        (FOLDER / name).unlink(missing_ok=True)
+
+
+def sweep(owner: int) -> None:
+    """Remove all segments that were named for a driver that has ended."""
+    remove(p.name for p in FOLDER.glob(f"{PREFIX}{owner}-*"))
 
 
 class Segment:
-    """Bytes that have a name. Whoever created it removes the name; mappings outlive that."""
+    """Bytes that have a name, until somebody removes it."""
 
     def __init__(self, name: str, mapping: mmap.mmap) -> None:
         self.name = name
@@ -42,10 +55,6 @@ class Segment:
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Return bytes of it, without a copy."""
         return memoryview(self._mapping)[offset : offset + num_bytes]
-
-    def remove(self) -> None:
-        """Remove the name; safe to call twice."""
-        (FOLDER / self.name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unmap; memory that somebody still views is unmapped with the last view."""

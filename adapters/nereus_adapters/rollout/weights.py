@@ -23,7 +23,7 @@ from nereus_core.cluster import Device
 from nereus_core.errors import NereusError
 from nereus_core.layout import Layout, layouts
 from nereus_core.model import ModelSpec
-from nereus_core.state import Box, Shard, TensorRule, routes, tensor_rules, unit_shards
+from nereus_core.state import Box, Shard, routes, tensor_rules, unit_shards
 
 VOCAB_MULTIPLE = 64
 """Engines pad a vocabulary to a multiple of it before they cut it.
@@ -135,9 +135,7 @@ def assign(
     return {device: tuple(cells) for device, cells in sorted(found.items())}
 
 
-def _axes(
-    cuts: tuple[frozenset[int], ...], box: Box
-) -> Iterable[tuple[frozenset[int], int, int]]:
+def _axes(cuts: tuple[frozenset[int], ...], box: Box) -> Iterable[tuple[frozenset[int], int, int]]:
     return zip(cuts, box.offset, box.shape, strict=True)
 
 
@@ -159,8 +157,11 @@ def _cuts(model: ModelSpec, max_devices: int) -> dict[str, tuple[frozenset[int],
     return {name: tuple(map(frozenset, points)) for name, points in found.items()}
 
 
-def publish(name: str, cells: Sequence[Cell], read: Read) -> tuple[Segment, tuple[Piece, ...]]:
-    """Write one device's cells into a new segment; called where the device's tensors are."""
+def publish(name: str, cells: Sequence[Cell], read: Read) -> tuple[Piece, ...]:
+    """Write one device's cells into a new segment; called where the device's tensors are.
+
+    The segment stays until somebody removes it: a `store.Store`.
+    """
     arrays = [np.ascontiguousarray(read(cell.tensor, cell.box)) for cell in cells]
     segment = Segment.create(name, sum(map(_padded, arrays)))
     pieces, offset = [], 0
@@ -170,7 +171,8 @@ def publish(name: str, cells: Sequence[Cell], read: Read) -> tuple[Segment, tupl
         digest = xxhash.xxh3_64_intdigest(content.data)
         pieces.append(Piece(cell, name, offset, content.nbytes, digest))
         offset += _padded(array)
-    return segment, tuple(pieces)
+    segment.close()
+    return tuple(pieces)
 
 
 def _padded(array: NDArray[np.generic]) -> int:
@@ -191,6 +193,11 @@ class Published:
     def num_bytes(self) -> int:
         """Bytes of the model; each part was written once."""
         return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def segments(self) -> frozenset[str]:
+        """Names of the segments it lies in."""
+        return frozenset(piece.segment for piece in self.pieces)
 
     def manifest(self, layout: Layout) -> Manifest:
         """Say what each rank of an engine in a layout reads.
@@ -218,8 +225,3 @@ def _covering(pieces: Iterable[Piece], box: Box, tensor: str) -> list[Piece]:
     if sum(p.cell.box.num_elements for p in found) != box.num_elements:
         raise KeyError(f"{tensor} at {box.offset} shape {box.shape} was not published whole")
     return found
-
-
-def rules_of(model: ModelSpec) -> Mapping[str, TensorRule]:
-    """Return the rules of a model by name."""
-    return {rule.name: rule for rule in tensor_rules(model)}

@@ -1,4 +1,4 @@
-"""VllmEngine and VllmFactory: the ports of `nereus_adapters.rollout.ports` on seats that run vLLM."""
+"""VllmEngine and VllmFactory: the rollout ports on seats that run vLLM."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ class _InFlight:
 
     def completion(self, finish: Finish) -> Completion:
         spans = (Span(self.version, len(self.tokens)),) if self.tokens else ()
-        return Completion(
-            self.prompt.id, tuple(self.tokens), tuple(self.logprobs), spans, finish
-        )
+        return Completion(self.prompt.id, tuple(self.tokens), tuple(self.logprobs), spans, finish)
 
 
 class VllmEngine:
@@ -337,9 +335,7 @@ class VllmFactory:
         engine = VllmEngine(name, layout, devices, seats, settings, self._closed)
         self._ports[name] = port
         try:
-            seats[0].call(
-                "start", settings.start_s, args=args, env=env, secret=self.pool.secret
-            )
+            seats[0].call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
         except (SeatDead, SeatError, WaitTimeout) as error:
             engine._broken(str(error))
             engine.close()

@@ -75,7 +75,7 @@ class LeasedExecutor(Executor):
         # The first rank of the last pipeline stage has the tokens.
         self._last = size - parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
 
-    def collective_rpc(  # type: ignore[override]
+    def collective_rpc(
         self,
         method: str | Callable[..., object],
         timeout: float | None = None,
@@ -103,7 +103,7 @@ class LeasedExecutor(Executor):
     def _one(self, method: str, argument: object, non_block: bool) -> Any:
         """Run a method on all ranks and return what the last stage says."""
         assert self._rank is not None
-        call = (method, (argument,), {})
+        call: tuple[str, tuple[object], dict[str, object]] = (method, (argument,), {})
         tickets = [
             peer.call("run", call, wanted=rank == self._last)
             for rank, peer in enumerate(self._peers, 1)

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from nereus_adapters.rollout.segment import sweep
 from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Reply
 
 _HELLO_S = 10.0
@@ -63,7 +64,7 @@ class Seat:
         # Imports take most of a seat's start: they are paid once, before the first engine.
         import torch
         import vllm.v1.engine.llm_engine
-        import vllm.v1.worker.gpu_worker  # noqa: F401
+        import vllm.v1.worker.gpu_worker
 
         from nereus_adapters.rollout.vllm import executor, hosting, lease
 
@@ -222,7 +223,13 @@ def main() -> None:
     """Be a seat."""
     boot: Boot = pickle.loads(sys.stdin.buffer.read())
     address = Path(boot.address)
-    _end_with(os.getppid(), lambda: address.unlink(missing_ok=True))
+    driver = os.getppid()
+
+    def cleanup() -> None:
+        address.unlink(missing_ok=True)
+        sweep(driver)
+
+    _end_with(driver, cleanup)
     Seat(Door(boot.address, bytes.fromhex(boot.secret))).run()
     address.unlink(missing_ok=True)
     os._exit(0)  # threads of torch may hold sockets of peers that are gone: do not wait for them

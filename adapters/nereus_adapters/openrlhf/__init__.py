@@ -1,0 +1,72 @@
+"""OpenRLHF: adapts a running `train_ppo_ray` job from inside its trainer actor.
+
+Importing this package imports neither OpenRLHF nor Ray; the hooks do when they are called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nereus_adapters.openrlhf.seams import SEAMS
+from nereus_core.capabilities import Capabilities, Feature, Support, full, unsupported
+from nereus_core.declaration import AdapterDeclaration
+from nereus_core.hookspecs import hookimpl
+from nereus_core.workload import Stage
+
+if TYPE_CHECKING:
+    from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
+    from nereus_core.config import NereusConfig
+
+NAME = "openrlhf"
+
+_EVERY_STAGE: dict[Stage, Support] = {stage: full() for stage in Stage}
+CAPABILITIES = Capabilities(
+    split=_EVERY_STAGE,
+    merge=_EVERY_STAGE,
+    extend=_EVERY_STAGE,
+    destroy=_EVERY_STAGE,
+    features={
+        Feature.OPTIMIZER_STATE: full(),
+        Feature.RNG_STATE: unsupported(
+            "OpenRLHF seeds every rank alike and shuffles its replay buffer with that generator, "
+            "so that another number of ranks draws another order"
+        ),
+        Feature.DATALOADER_STATE: full(),
+        Feature.FINGERPRINT: full(),
+        Feature.CONCURRENT_PRIMITIVES: full(),
+        Feature.COLOCATED_STAGES: full(),
+        Feature.ASYNC_BOUNDARY: full(),
+        Feature.PARTIAL_ROLLOUT: unsupported("requests are drained before engines change"),
+        Feature.UNIT_LOSS: unsupported(
+            "ZeRO keeps each part of the optimizer state on one rank, so a lost rank is lost state"
+        ),
+        Feature.MEMORY_PROBE: unsupported("ranks are asked for peaks on CUDA only"),
+        Feature.EFFICIENCY_PROBE: unsupported("stage seconds are measured, classes are not"),
+    },
+)
+
+
+@hookimpl
+def nereus_declare_adapter() -> AdapterDeclaration:
+    """Declare the adapter without importing OpenRLHF."""
+    return AdapterDeclaration(
+        NAME,
+        "OpenRLHF's train_ppo_ray, synchronous and asynchronous, on ZeRO and AutoTP",
+        CAPABILITIES,
+        requirement="openrlhf>=0.11,<0.12",
+        install="pip install 'nereus[openrlhf]'",
+        seams=SEAMS,
+        tiers=(),
+    )
+
+
+@hookimpl
+def nereus_create_adapter(
+    name: str, handle: object, config: NereusConfig
+) -> OpenRLHFAdapter | None:
+    """Attach to a trainer, in the process of its actor."""
+    if name != NAME:
+        return None
+    from nereus_adapters.openrlhf.attaching import attach
+
+    return attach(handle, config)

@@ -1,0 +1,183 @@
+"""OpenRLHFAdapter: the four primitives as changes of a live job's groups and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from nereus_adapters.openrlhf import CAPABILITIES, lock, parking
+from nereus_adapters.openrlhf.calls import ask
+from nereus_adapters.openrlhf.checks import refuse
+from nereus_adapters.openrlhf.groups import steps_of
+from nereus_adapters.openrlhf.inside import peak_bytes
+from nereus_adapters.openrlhf.linking import Linking
+from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.openrlhf.zero import counters_inside
+from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.cluster import Device
+from nereus_core.device_specs import CPU_SEAT
+from nereus_core.errors import NereusError, PlanError, UnitLost
+from nereus_core.ledger import Done, Ledger, Standing
+from nereus_core.observation import Observation, TokenStats, clip_ratio
+from nereus_core.phases import Enter, Phase, PhaseHook
+from nereus_core.plan import Plan, check_plan
+from nereus_core.primitives import (
+    Destroy,
+    Extend,
+    Merge,
+    Primitive,
+    Split,
+    created,
+    ended,
+    model_stage_of,
+)
+from nereus_core.units import UnitId, UnitMap
+from nereus_core.workload import Job, ModelStage, Stage
+
+
+class OpenRLHFAdapter:
+    """Translates the four primitives. Implements `nereus_core.adapter.Adapter`.
+
+    A primitive on a group parks it: its state goes to host memory and its devices are free. A
+    primitive on engines ends those that end. `relink` then builds, once, what the units alive say.
+    """
+
+    name = "openrlhf"
+
+    def __init__(self, running: Running, job: Job, version: str) -> None:
+        self._running, self._job = running, job
+        self._linking = Linking(running)
+        self._ledger = Ledger(CAPABILITIES, backend_version=version)
+
+    # --- Reading --------------------------------------------------------------------------------
+
+    def job(self) -> Job:
+        """Static facts."""
+        return self._job
+
+    def units(self) -> UnitMap:
+        """Units alive now."""
+        return self._running.alive
+
+    def observe(self) -> Observation:
+        """Drain what was heard since the last call."""
+        heard = self._running.signals.drain()
+        return Observation(
+            step=heard.step,
+            step_s=heard.step_s,
+            stage_s=heard.stage_s,
+            prompt_tokens=heard.prompts,
+            response_tokens=TokenStats.of(heard.responses),
+            peak_bytes=self._peaks(),
+            healthy=frozenset(self._job.cluster.healthy),
+            metrics=heard.metrics,
+            clip_ratio=clip_ratio(heard.responses, self._job.max_response_tokens),
+        )
+
+    def _peaks(self) -> dict[Device, int]:
+        """Most bytes that torch allocated on the device of each rank; ranks are idle here."""
+        if self._job.cluster.device_spec is CPU_SEAT:
+            return {}
+        found: dict[Device, int] = {}
+        for stage in self._running.groups:
+            peaks = ask(self._running.handles(stage), peak_bytes, awaited="peak memory of ranks",
+                        timeout_s=self._running.section.call_s)  # fmt: skip
+            for device, peak in zip(self._running.devices_of(stage), peaks, strict=True):
+                found[device] = found.get(device, 0) + (peak or 0)
+        return found
+
+    def fingerprint(self, unit: UnitId) -> Fingerprint:
+        """Digest what the units of a train stage hold together: ZeRO shares it out among them.
+
+        Stages without state of their own have nothing to digest: the reference comes from its
+        folder, and engines get the actor's weights when the job is linked.
+        """
+        stage, running = unit.model_stage, self._running
+        if unit not in running.alive:
+            raise UnitLost([unit], tuple(running.alive), "it is not alive")
+        if stage.stage is not Stage.TRAIN:
+            return Fingerprint(unit, {}, {})
+        if (parked := self._linking.parked(stage)) is not None:
+            return Fingerprint(unit, parked.digests, parked.steps)
+        handles, call_s = running.handles(stage), running.section.call_s
+        parts = ask(handles, parking.digests, awaited=f"digests of {stage}", timeout_s=call_s)
+        (counters,) = ask(
+            handles[:1], counters_inside, awaited=f"counters of {stage}", timeout_s=call_s
+        )
+        return Fingerprint(unit, parking.summed(parts), steps_of(counters))
+
+    # --- Boundary -------------------------------------------------------------------------------
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        """Hold stages at the safe boundary: after training and weight synchronization.
+
+        An asynchronous job's generator is held by the lock that OpenRLHF has for its broadcast.
+        """
+        held = self._running.gate.close_on(stages, timeout_s)
+        try:
+            with lock.held(self._running.trainer, stages, timeout_s):
+                try:
+                    yield Boundary(held, self._running.signals.step + 1)
+                finally:
+                    # What keeps the job from being linked is raised by what went wrong before.
+                    with suppress(NereusError):
+                        self._linking.link()
+        finally:
+            self._running.gate.open()
+
+    def relink(self, plan: Plan) -> None:
+        """Build groups and engines for the units alive.
+
+        Raises:
+            PlanError: the units alive are not the plan's.
+            TransitionFailed: it could not be built; says whether the old layout is back.
+        """
+        check_plan(plan, self._job)
+        if Plan.of_units(self._running.alive) != plan:
+            raise PlanError([f"{Plan.of_units(self._running.alive)} is alive, the plan is {plan}"])
+        self._linking.link()
+
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        """Tell of phases."""
+        self._ledger.watch(on_phase)
+
+    def close(self) -> None:
+        """Hold nothing: the job is not the adapter's."""
+
+    # --- Primitives -----------------------------------------------------------------------------
+
+    def split(self, op: Split) -> Receipt:
+        """One unit becomes smaller ones on its own devices."""
+        return self._once(op)
+
+    def merge(self, op: Merge) -> Receipt:
+        """Units of a stage become one; ZeRO keeps them identical, engines follow one actor."""
+        return self._once(op)
+
+    def extend(self, op: Extend) -> Receipt:
+        """A new unit joins its stage."""
+        return self._once(op)
+
+    def destroy(self, op: Destroy) -> Receipt:
+        """A unit ends; its part of the state stays, for ZeRO has it nowhere else."""
+        return self._once(op)
+
+    def _once(self, op: Primitive) -> Receipt:
+        return self._ledger.perform(op, self._standing, self._do)
+
+    def _standing(self) -> Standing:
+        gate = self._running.gate
+        return Standing(self._job, self._running.alive, gate.held, gate.inside)
+
+    def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
+        stage = model_stage_of(op)
+        enter(Phase.PREPARE)
+        refuse(op, self._running, self._job)
+        enter(Phase.TRANSFER)
+        moved_bytes = self._linking.vacate(stage)
+        enter(Phase.VERIFY)
+        enter(Phase.COMMIT)
+        self._linking.switch(ended(op), created(op))
+        enter(Phase.RELEASE)
+        return Done(moved_bytes)

@@ -1,0 +1,78 @@
+"""Checks: what of a job, or of a primitive, the adapter refuses before it touches anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nereus_adapters.openrlhf.running import Running
+from nereus_core.cluster import Device
+from nereus_core.errors import Infeasible, JobError, Unsupported
+from nereus_core.primitives import Primitive, created, ended, model_stage_of
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
+
+
+def refuse_adapting(args: Any) -> None:
+    """Raise JobError for a job whose state Nereus cannot move; it can still observe and advise."""
+    found = {
+        "--ds.zero_stage 0 keeps optimizer state in a form of its own": args.ds.zero_stage == 0,
+        "--train.enable_ema keeps a second model": args.train.enable_ema,
+        "--ds.enable_sleep takes optimizer state off the device": args.ds.enable_sleep,
+        "--actor.optim muon has other state than Adam": "muon"
+        in (args.actor.optim, args.critic.optim),
+        "--ds.deepcompile rewrites the engine": args.ds.deepcompile,
+        "--ds.zpg partitions parameters twice": args.ds.zpg > 1,
+        "--ds.param_dtype fp16 scales its loss": args.ds.param_dtype == "fp16",
+        "--train.partial_rollout_enable generates without a lock": getattr(
+            args.train, "partial_rollout_enable", False
+        ),
+    }
+    if problems := [f"{why}; use mode observe or advise" for why, is_so in found.items() if is_so]:
+        raise JobError(problems)
+
+
+def refuse(op: Primitive, running: Running, job: Job) -> None:
+    """Raise unless OpenRLHF can have the units that a primitive makes.
+
+    Raises:
+        Unsupported: pipeline parallelism, or ZeRO-3 under tensor parallelism.
+        Infeasible: a device has no room, or the batch does not divide.
+    """
+    stage, args = model_stage_of(op), running.args
+    for unit in created(op):
+        if unit.layout.pp > 1:
+            raise Unsupported(str(op), "OpenRLHF has no pipeline parallelism", op)
+        if stage != ACTOR_GENERATE and unit.layout.tp > 1 and args.ds.zero_stage == 3:
+            raise Unsupported(str(op), "DeepSpeed's AutoTP does not go with ZeRO-3", op)
+        for device in unit.devices:
+            _refuse_full(op, running, stage, device)
+    if stage != ACTOR_GENERATE:
+        _refuse_indivisible(op, running, stage, job)
+
+
+def _refuse_full(op: Primitive, running: Running, stage: ModelStage, device: Device) -> None:
+    if (stage, device) in running.ranks:
+        return
+    for other in running.alive.on(device):
+        if other.model_stage != stage and (other.model_stage, device) in running.whole:
+            raise Infeasible(
+                f"{op}: OpenRLHF gave {device} to {other.model_stage} alone; start the job with "
+                "--train.colocate_all to let stages share devices.",
+                op,
+            )
+
+
+def _refuse_indivisible(op: Primitive, running: Running, stage: ModelStage, job: Job) -> None:
+    args = running.args
+    after = running.alive.replace(ended(op), created(op)).of(stage)
+    dp, micro = len(after), args.train.micro_batch_size
+    if stage.stage is Stage.TRAIN and args.train.batch_size % (micro * dp):
+        raise Infeasible(
+            f"{op}: --train.batch_size {args.train.batch_size} is no multiple of "
+            f"{micro} x {dp}, so that the batch of an optimizer step would change.",
+            op,
+        )
+    forward = job.global_batch // args.rollout.micro_batch_size
+    if forward < dp or (stage == ACTOR_TRAIN and forward % dp):
+        raise Infeasible(
+            f"{op}: {forward} micro batches of a rollout cannot be shared out among {dp} units.", op
+        )

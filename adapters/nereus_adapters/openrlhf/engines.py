@@ -1,0 +1,160 @@
+"""Engines: start and end vLLM engines on given devices, and tie them to the actor's weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nereus_adapters.openrlhf import ranks
+from nereus_adapters.openrlhf.calls import ask, inside, outcome
+from nereus_adapters.openrlhf.groups import SHARE
+from nereus_adapters.openrlhf.running import Running
+from nereus_core.errors import Infeasible, NereusError
+from nereus_core.units import Unit, UnitId
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN
+
+
+class _Recorded:
+    """Stands in for the engine's actor class while OpenRLHF computes its arguments."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {}
+
+    def options(self, **_: Any) -> _Recorded:
+        return self
+
+    def remote(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
+def start(running: Running, unit: Unit) -> Any:
+    """Start an engine on a unit's devices; returns its actor, which may still be loading.
+
+    What an engine is started with is OpenRLHF's business (`create_vllm_engines`); where, ours.
+
+    Raises:
+        Infeasible: the devices belong to different placement groups.
+    """
+    from openrlhf.trainer.ray import vllm_engine
+
+    bundles = [running.bundles[device] for device in unit.devices]
+    pg = bundles[0].pg
+    if pg is None or any(b.pg is None or b.pg.id != pg.id for b in bundles):
+        raise Infeasible(
+            f"{unit}: an engine's workers must be in one placement group; these devices are not."
+        )
+    args, indices = running.args, [bundle.index for bundle in bundles]
+    recorded, real = _Recorded(), vllm_engine.RolloutRayActor
+    with _in_place_of(vllm_engine, "RolloutRayActor", recorded):
+        vllm_engine.create_vllm_engines(
+            1,
+            unit.layout.tp,
+            args.actor.model_name_or_path,
+            args.train.seed + unit.id.serial,
+            args.train.full_determinism_enable,
+            args.vllm.enable_prefix_caching,
+            args.vllm.enforce_eager,
+            args.data.max_len,
+            pg,
+            args.vllm.gpu_memory_utilization,
+            False,
+            "processed_logprobs" if args.algo.advantage.is_correction_level != "off" else None,
+            agent_func_path=args.train.agent_func_path,
+            remote_rm_url=args.reward.remote_url,
+        )
+    alone = unit.layout.tp == 1
+    arguments = recorded.arguments | {
+        "bundle_indices": None if alone else indices,
+        "enable_sleep_mode": args.vllm.enable_sleep,
+    }
+    share = SHARE if alone else 0
+    return real.options(
+        num_cpus=share,
+        num_gpus=share,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=pg,
+            placement_group_capture_child_tasks=True,
+            placement_group_bundle_index=indices[0],
+        ),
+    ).remote(**arguments)
+
+
+@contextlib.contextmanager
+def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _shut_down(actor: Any) -> None:
+    actor.llm.shutdown()
+
+
+def stop(running: Running, unit: UnitId) -> None:
+    """End an engine and its processes; one that does not answer is killed."""
+    handle = running.engines.pop(unit)
+    with contextlib.suppress(NereusError, RayError):
+        outcome(inside(handle, _shut_down), f"engine {unit} to shut down", running.section.call_s)
+    ray.kill(handle)
+
+
+def bring_up(running: Running) -> None:
+    """Start what engines the units alive lack, end those that have no unit, and wait for all.
+
+    Raises:
+        Infeasible, WaitTimeout, SeatDead: an engine could not be started.
+    """
+    wanted = {unit.id: unit for unit in running.alive.of(ACTOR_GENERATE)}
+    for left in [u for u in running.engines if u not in wanted]:
+        stop(running, left)
+    for unit_id, unit in wanted.items():
+        if unit_id not in running.engines:
+            running.engines[unit_id] = start(running, unit)
+    engines = [running.engines[u] for u in wanted]
+    outcome(
+        [engine.get_num_unfinished_requests.remote() for engine in engines],
+        f"{len(engines)} engines to answer",
+        running.section.start_s,
+    )
+
+
+def tie(running: Running) -> None:
+    """Give the actor's ranks the engines of the units alive, and the engines its weights.
+
+    Raises:
+        WaitTimeout: the group or the broadcast hangs; names which.
+        SeatDead: a rank or an engine has ended.
+    """
+    trainer, section = running.trainer, running.section
+    engines = [running.engines[u.id] for u in running.alive.of(ACTOR_GENERATE)]
+    tp = running.layout(ACTOR_GENERATE).tp
+    running.args.vllm.num_engines, running.args.vllm.tensor_parallel_size = len(engines), tp
+    trainer.vllm_engines[:] = engines
+    if trainer.vllm_engines is not _of_generator(trainer):
+        _of_generator(trainer)[:] = engines
+    handles = running.handles(ACTOR_TRAIN)
+    awaited = f"the weight-sync group of {len(engines)} engines"
+    ask(handles, ranks.tie, engines, len(engines), tp, awaited=awaited, timeout_s=section.call_s)
+    if running.args.vllm.enable_sleep:
+        woken = [engine.wake_up.remote(tags=["weights"]) for engine in engines]
+        outcome(woken, "engines to wake up for their weights", section.call_s)
+    outcome(
+        [handle.broadcast_to_vllm.remote() for handle in handles],
+        f"the broadcast of weights to {len(engines)} engines",
+        section.call_s,
+    )
+
+
+def _of_generator(trainer: Any) -> list[Any]:
+    """Return the engine list that generates; in an asynchronous job that is in another process."""
+    generator = getattr(trainer, "samples_generator", None)
+    found: list[Any] = trainer.vllm_engines if generator is None else generator.vllm_engines
+    return found

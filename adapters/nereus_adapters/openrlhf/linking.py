@@ -1,0 +1,119 @@
+"""Linking: the epoch switch of a transition, and the way back when it fails.
+
+While primitives run, groups that change are parked in host memory and engines that end are shut
+down: devices are free at once. What the job steps on is built here, once, from what is parked.
+Until that has worked nothing parked is let go, so that whatever fails - a rank that died, a
+broadcast that hangs - the old layout is built from it again, in new processes where need be.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+import ray
+from ray.exceptions import RayError
+
+from nereus_adapters.openrlhf import engines, groups
+from nereus_adapters.openrlhf.calls import outcome
+from nereus_adapters.openrlhf.groups import Parked
+from nereus_adapters.openrlhf.running import Running
+from nereus_core.errors import NereusError, TransitionFailed
+from nereus_core.units import Unit, UnitId
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, ModelStage
+
+FAILURES = (NereusError, RayError)
+
+
+class Linking:
+    """What of a job is parked, and how it stood when it was linked last."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._lock = threading.RLock()
+        self._parked: dict[ModelStage, Parked] = {}
+        self._changed: set[ModelStage] = set()
+        self._linked = running.alive
+
+    @property
+    def pending(self) -> bool:
+        """Whether the job cannot step before it is linked."""
+        return bool(self._changed)
+
+    def parked(self, stage: ModelStage) -> Parked | None:
+        """Return what a stage has left in host memory; None while its group stands."""
+        return self._parked.get(stage)
+
+    def vacate(self, stage: ModelStage) -> int:
+        """Park a group, once a transition; returns the bytes that went to host memory."""
+        with self._lock:
+            self._changed.add(stage)
+            if stage == ACTOR_GENERATE or stage in self._parked:
+                return 0
+            parked = groups.hand_out(self._running, stage)
+            self._parked[stage] = parked
+            groups.vacate(self._running, stage)
+            return parked.num_bytes
+
+    def switch(self, ended: Collection[UnitId], made: Collection[Unit]) -> None:
+        """Change the units that are alive; engines without a unit end."""
+        running = self._running
+        with self._lock:
+            running.alive = running.alive.replace(ended, made)
+            for unit in [u for u in running.engines if u not in running.alive]:
+                engines.stop(running, unit)
+
+    def link(self) -> int:
+        """Build what changed for the units alive; returns bytes of state that ranks took in.
+
+        Raises:
+            TransitionFailed: it could not be built; says whether the old layout is back.
+        """
+        if not self._changed:
+            return 0
+        try:
+            taken = self._build(self._changed)
+        except FAILURES as error:
+            self._back(error)
+        self._linked = self._running.alive
+        self._parked.clear()
+        self._changed.clear()
+        return taken
+
+    def _build(self, stages: Collection[ModelStage]) -> int:
+        taken = 0
+        for stage in sorted(set(stages) - {ACTOR_GENERATE}):
+            taken += groups.seat(self._running, stage, self._parked[stage])
+        if not set(stages).isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
+            engines.bring_up(self._running)
+            engines.tie(self._running)
+        self._publish()
+        return taken
+
+    def _publish(self) -> None:
+        """Tell processes that hold handles of their own, where whoever attached provides for it."""
+        running = self._running
+        directory = getattr(running.trainer, "nereus_directory", None)
+        if directory is None:
+            return
+        ranks = {first: running.handles(stage) for stage, first in running.first.items()}
+        told = directory.publish.remote(list(running.trainer.vllm_engines), ranks)
+        outcome(told, "the directory of ranks and engines", running.section.call_s)
+
+    def _back(self, cause: Exception) -> None:
+        """Build the layout that was linked last from what is parked, in new processes."""
+        running, intact = self._running, tuple(self._linked)
+        try:
+            for stage in sorted(self._changed - {ACTOR_GENERATE}):
+                groups.kill(running, stage)
+            if not self._changed.isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
+                for unit in list(running.engines):
+                    ray.kill(running.engines.pop(unit))
+            running.alive = self._linked
+            self._build(self._changed)
+        except FAILURES as error:
+            error.__cause__ = cause
+            raise TransitionFailed("the way back", error, intact=()) from error
+        self._parked.clear()
+        self._changed.clear()
+        raise TransitionFailed("linking", cause, intact=intact, rolled_back=True) from cause

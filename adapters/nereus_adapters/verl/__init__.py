@@ -1,0 +1,63 @@
+"""The verl adapter: a running verl v1 trainer, read and (in mode adapt) changed in place.
+
+Importing this package imports neither verl nor Ray; the hooks do when they are called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nereus_adapters.verl.seams import SEAMS
+from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
+from nereus_core.declaration import AdapterDeclaration
+from nereus_core.errors import WrongHandle
+from nereus_core.hookspecs import hookimpl
+from nereus_core.workload import Stage
+
+if TYPE_CHECKING:
+    from nereus_adapters.verl.adapter import VerlAdapter
+    from nereus_core.config import NereusConfig
+
+NAME = "verl"
+
+_ALL = {stage: full() for stage in Stage}
+_ISSUE = "issue 6"
+CAPABILITIES = Capabilities(
+    split=_ALL,
+    merge=_ALL,
+    extend=_ALL,
+    destroy=_ALL,
+    features={
+        **dict.fromkeys(Feature, full()),
+        Feature.UNIT_LOSS: unsupported("verl's trainer ends with the first rank that it loses"),
+        Feature.PARTIAL_ROLLOUT: unsupported("requests in flight are verl's own to resume"),
+        Feature.ASYNC_BOUNDARY: not_yet("separate_async is observed only", tracking=_ISSUE),
+        Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
+    },
+)
+
+
+@hookimpl
+def nereus_declare_adapter() -> AdapterDeclaration:
+    """Declare the adapter without importing verl."""
+    return AdapterDeclaration(
+        NAME,
+        "a running verl job: GRPO, PPO and kin on its v1 trainers",
+        CAPABILITIES,
+        requirement="verl>=0.9,<0.10",
+        install="pip install 'nereus[verl]'",
+        seams=SEAMS,
+        tiers=("real",),
+    )
+
+
+@hookimpl
+def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> VerlAdapter | None:
+    """Attach to a trainer after its ``init()``."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.adapter import VerlAdapter
+
+    if not hasattr(handle, "actor_rollout_wg") or not hasattr(handle, "llm_server_manager"):
+        raise WrongHandle(NAME, handle, "a verl v1 PPOTrainer whose init() has been called")
+    return VerlAdapter(handle, config)

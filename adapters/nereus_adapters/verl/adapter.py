@@ -1,0 +1,359 @@
+"""VerlAdapter: a verl trainer behind the core's Adapter protocol.
+
+Primitives make and check state; what the trainer steps on changes in `relink` alone, at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from nereus_adapters.verl import CAPABILITIES, shards
+from nereus_adapters.verl.calls import call_all
+from nereus_adapters.verl.fleet import Fleet
+from nereus_adapters.verl.moving import Move
+from nereus_adapters.verl.reading import job_of
+from nereus_adapters.verl.recorder import Recorder, SeenStep
+from nereus_adapters.verl.relinking import assembly, forget_dispatch, repoint, rewire, settle
+from nereus_adapters.verl.rollouts import Rollouts
+from nereus_adapters.verl.settings import VerlSettings
+from nereus_adapters.verl.standing import ROLES, Ranks, free_devices, rollout_units, train_units
+from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.cluster import Device
+from nereus_core.config import NereusConfig
+from nereus_core.errors import (
+    Infeasible,
+    NereusError,
+    PlanError,
+    TransitionFailed,
+    UnitLost,
+    Unsupported,
+)
+from nereus_core.gate import Gate
+from nereus_core.ledger import Done, Ledger, Standing, require_identical
+from nereus_core.observation import Observation, TokenStats
+from nereus_core.phases import Enter, Phase, PhaseHook
+from nereus_core.plan import Plan, check_plan
+from nereus_core.primitives import (
+    Destroy,
+    Extend,
+    Merge,
+    Primitive,
+    Split,
+    created,
+    ended,
+    model_stage_of,
+    sources,
+)
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, Job, ModelStage, Stage
+
+_ROLE_OF = {stage: role for role, stage in ROLES.items()}
+
+
+class VerlAdapter:
+    """Implements `nereus_core.adapter.Adapter`.
+
+    Args:
+        trainer: verl's PPOTrainer, after its ``init()``.
+        config: ``backend`` holds `VerlSettings`.
+    """
+
+    name = "verl"
+
+    def __init__(self, trainer: Any, config: NereusConfig) -> None:
+        self._trainer, self._timeouts = trainer, config.timeouts
+        settings = VerlSettings.of(config.backend)
+        ranks = Ranks.of(trainer.actor_rollout_wg.workers, self._timeouts.primitive_s)
+        of_worker = self._devices_of_workers(ranks)
+        own = tuple(dict.fromkeys(of_worker.values()))
+        spare = free_devices(own, (settings.max_devices or len(own)) - len(own))
+        self._job = job_of(trainer, ranks.facts[0], (*own, *spare), settings)
+        self._order = (*own, *spare)
+        replicas = rollout_units(self._replicas(), of_worker, ())
+        self._units = UnitMap([*train_units(ranks, {}), *replicas])
+        self._linked = self._units
+        self._engines = ranks.facts[0].engines
+        self._hybrid = ranks.devices if self._is_hybrid() else ()
+        if self._hybrid:
+            self._fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
+            serving = {u.id: u for u in self._units.values() if _serves(u)}
+            limit_s = self._timeouts.primitive_s
+            self._rollouts = Rollouts(trainer, serving, self._fleet, limit_s)
+        self._recorder = Recorder(trainer, self._job.max_response_tokens)
+        self._ledger = Ledger(CAPABILITIES)
+        self._gate = Gate(self._timeouts.boundary_s)
+        self._lock = threading.RLock()
+
+    # --- Reading ------------------------------------------------------------------------------
+
+    def job(self) -> Job:
+        """Static facts; devices of nodes that Ray has lost are marked."""
+        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        lost = [d for d in self._job.cluster.devices if d.node not in alive]
+        return self._job.on(self._job.cluster.without(lost)) if lost else self._job
+
+    def units(self) -> UnitMap:
+        """Shard groups of the trainer's engines and the rollout's replicas, those staged too."""
+        return self._units
+
+    def observe(self) -> Observation:
+        """Drain the step that verl has just completed."""
+        job = self.job()
+        seen, healthy = self._recorder.drained(), frozenset(job.cluster.healthy)
+        if seen is None:
+            nothing = TokenStats.of([])
+            return Observation(-1, 0.0, {}, nothing, nothing, {}, healthy)
+        return Observation(
+            step=seen.step,
+            step_s=seen.step_s,
+            stage_s={s: t for s, t in seen.stage_s.items() if s in job.workload.stages},
+            prompt_tokens=seen.prompt_tokens,
+            response_tokens=seen.response_tokens,
+            peak_bytes=self._peaks(seen),
+            healthy=healthy,
+            metrics=seen.metrics,
+            clip_ratio=seen.clip_ratio,
+        )
+
+    def fingerprint(self, unit: UnitId) -> Fingerprint:
+        """Digest logical state where it lies; digests of the ranks' shards add up.
+
+        A rollout replica has no state of its own: verl gives it the trainer's weights before it
+        serves.
+        """
+        found = self._find(unit)
+        if _serves(found):
+            return Fingerprint(unit, {}, {})
+        answers = call_all(
+            self._fleet.workers(found.devices), shards.digests, _ROLE_OF[unit.model_stage],
+            str(unit), awaited=f"digests of {unit}", timeout_s=self._timeouts.transfer_s,
+        )  # fmt: skip
+        sums: dict[str, int] = {}
+        counters: dict[str, int] = {}
+        for parts, counted in answers.values():
+            for tensor, part in parts.items():
+                sums[tensor] = (sums.get(tensor, 0) + part) % 2**64
+            counters |= counted
+        return Fingerprint(unit, {t: f"{n:016x}" for t, n in sums.items()}, counters)
+
+    # --- Boundary -----------------------------------------------------------------------------
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        """Hold stages; entered by the trainer's own thread at its boundary, where all are idle."""
+        held, begin_s = self._gate.close_on(stages, timeout_s), time.perf_counter()
+        try:
+            yield Boundary(held, int(self._trainer.global_steps))
+        finally:
+            self._recorder.leave_out(time.perf_counter() - begin_s)
+            self._gate.open()
+
+    def relink(self, plan: Plan) -> None:
+        """Switch the trainer over to the units alive.
+
+        Raises:
+            PlanError: the units alive are not the plan's.
+            TransitionFailed: the ranks could not meet; says whether the old plan goes on.
+        """
+        check_plan(plan, self.job())
+        if Plan.of_units(self._units) != plan:
+            raise PlanError([f"the units alive stand for {Plan.of_units(self._units)}, not {plan}"])
+        if self._units == self._linked:
+            return
+        before, after = self._linked, self._units
+        try:
+            self._switch(before, after)
+        except NereusError as error:
+            self._return(before, after, error)
+
+    def watch(self, on_phase: PhaseHook | None) -> None:
+        """Tell of phases."""
+        self._ledger.watch(on_phase)
+
+    def close(self) -> None:
+        """Give the trainer its method back; the job goes on."""
+        self._recorder.stop()
+
+    # --- Primitives ---------------------------------------------------------------------------
+
+    def split(self, op: Split) -> Receipt:
+        """One shard group becomes smaller ones, each with a whole copy of the state."""
+        return self._once(op)
+
+    def merge(self, op: Merge) -> Receipt:
+        """Shard groups become one that shards over all their ranks."""
+        return self._once(op)
+
+    def extend(self, op: Extend) -> Receipt:
+        """A shard group, or a rollout replica, on new devices."""
+        return self._once(op)
+
+    def destroy(self, op: Destroy) -> Receipt:
+        """A shard group or a replica ends; its memory is free after the epoch switch."""
+        return self._once(op)
+
+    def _once(self, op: Primitive) -> Receipt:
+        return self._ledger.perform(op, self._standing, self._do)
+
+    def _standing(self) -> Standing:
+        return Standing(self.job(), self._units, self._gate.held, self._gate.inside)
+
+    def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
+        if not self._hybrid:
+            raise Unsupported(str(op), "only hybrid trainers can be changed (sync, colocate_async)")
+        self._require_runs(op)
+        made, gone = created(op), ended(op)
+        enter(Phase.PREPARE)
+        with self._lock:
+            self._fleet.start([d for unit in made for d in unit.devices])
+        stage = model_stage_of(op)
+        if stage.stage is Stage.GENERATE:
+            done = self._serve(made, enter)
+        elif made:
+            done = self._stage(op, made, tuple(readable[u] for u in sources(op)), enter)
+        else:
+            done = Done()
+            for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+                enter(phase)
+        with self._lock:
+            self._units = self._units.replace(gone, made)
+        for unit in gone:
+            self._end(readable[unit])
+        enter(Phase.RELEASE)
+        return done
+
+    def _stage(
+        self, op: Primitive, made: tuple[Unit, ...], origin: tuple[Unit, ...], enter: Enter
+    ) -> Done:
+        """Make the state of new shard groups from that of others."""
+        if isinstance(op, Merge) and len(origin) > 1:
+            require_identical(op, self.fingerprint)
+        limit_s = self._timeouts.transfer_s
+        role = _ROLE_OF[model_stage_of(op)]
+        move = Move.plan(role, origin, made, self._fleet, limit_s)
+        move.run(self._fleet, limit_s, enter)
+        return Done(move.moved_bytes, move.kept_bytes)
+
+    def _serve(self, made: tuple[Unit, ...], enter: Enter) -> Done:
+        """Start rollout replicas."""
+        started: list[Unit] = []
+        try:
+            for unit in made:
+                self._rollouts.start(unit)
+                started.append(unit)
+            for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
+                enter(phase)
+        except BaseException:
+            for unit in started:
+                self._rollouts.end(unit.id)
+            raise
+        return Done()
+
+    def _end(self, unit: Unit) -> None:
+        """End a unit of this transition at once; one that the job steps on, with the switch."""
+        if _serves(unit):
+            self._rollouts.end(unit.id)
+        elif unit.id not in self._linked:
+            settle(self._fleet, unit.devices, [str(unit.id)], self._timeouts.transfer_s)
+
+    def _require_runs(self, op: Primitive) -> None:
+        """Raise Infeasible unless new units are runs of devices in the order of ranks."""
+        for unit in created(op):
+            places = [self._order.index(d) for d in unit.devices]
+            if places != sorted(places):
+                raise Infeasible(f"{op}: {unit} is not in the order of verl's ranks.", op)
+            if unit.layout.pp > 1:
+                raise Infeasible(f"{op}: verl's FSDP engine has no pipeline stages.", op)
+
+    # --- The epoch switch ---------------------------------------------------------------------
+
+    def _switch(self, before: UnitMap, after: UnitMap) -> None:
+        limit_s = self._timeouts.primitive_s
+        old, new = assembly(before, self._order), assembly(after, self._order)
+        for device, seats in old.items():
+            units = {seat.role: seat.unit for seat in seats}
+            call_all(
+                self._fleet.workers([device]), shards.hold, units,
+                awaited="the states that run", timeout_s=limit_s,
+            )  # fmt: skip
+        rewire(self._trainer, self._fleet, self._rollouts, old, new, after, limit_s)
+        if tuple(old) != tuple(new):
+            repoint(self._trainer, self._fleet, tuple(new))
+        forget_dispatch(self._trainer)
+        self._rollouts.link({u.id: u for u in after.values() if _serves(u)})
+        everywhere = {**old, **new}
+        names = [str(u) for u in (*before, *after)]
+        settle(self._fleet, tuple(everywhere), names, limit_s)
+        self._fleet.release(tuple(new))
+        self._linked = after
+
+    def _return(self, before: UnitMap, after: UnitMap, error: NereusError) -> None:
+        """Let the old ranks meet again after a switch that failed; always raises."""
+        limit_s = self._timeouts.primitive_s
+        old, new = assembly(before, self._order), assembly(after, self._order)
+        try:
+            # As from an assembly that is neither: every rank leaves whatever it has reached.
+            torn = {**new, **old, **dict.fromkeys(reversed(tuple(old)), ())}
+            rewire(self._trainer, self._fleet, self._rollouts, torn, old, before, limit_s)
+        except NereusError as worse:
+            raise UnitLost(tuple(before), (), f"{error}; and the old ranks: {worse}") from error
+        if tuple(old) != tuple(new):
+            repoint(self._trainer, self._fleet, tuple(old))
+        forget_dispatch(self._trainer)
+        for unit in after.values():
+            if unit.id not in before:
+                self._end(unit)
+        self._units = self._linked = before
+        settle(self._fleet, tuple({**old, **new}), [str(u) for u in (*before, *after)], limit_s)
+        self._fleet.release(tuple(old))
+        raise TransitionFailed(
+            "the epoch switch", error, intact=tuple(before), rolled_back=True
+        ) from error
+
+    # --- Inside -------------------------------------------------------------------------------
+
+    def _find(self, unit: UnitId) -> Unit:
+        if unit not in self._units:
+            raise UnitLost([unit], tuple(self._units), "it is not alive")
+        return self._units[unit]
+
+    def _is_hybrid(self) -> bool:
+        """Whether trainers and rollouts share processes, and the trainers are FSDP2."""
+        strategies = [str(self._trainer.config.actor_rollout_ref.actor.strategy)]
+        if self._trainer.use_critic:
+            strategies.append(str(self._trainer.config.critic.strategy))
+        separate = getattr(self._trainer, "standalone_server_manager", None) is not None
+        return not separate and set(strategies) == {"fsdp2"}
+
+    def _replicas(self) -> list[Any]:
+        both = ("llm_server_manager", "standalone_server_manager")
+        managers = (getattr(self._trainer, name, None) for name in both)
+        return [r for manager in managers if manager is not None for r in manager.get_replicas()]
+
+    def _devices_of_workers(self, ranks: Ranks) -> dict[Any, Device]:
+        known = {w._actor_id: d for w, d in zip(ranks.workers, ranks.devices, strict=True)}
+        others = [w for r in self._replicas() for w in r.workers if w._actor_id not in known]
+        if others:
+            more = Ranks.of(others, self._timeouts.primitive_s)
+            known |= {w._actor_id: d for w, d in zip(others, more.devices, strict=True)}
+        return known
+
+    def _peaks(self, seen: SeenStep) -> dict[Device, int]:
+        """Charge every device of a stage with the largest allocation of its ranks."""
+        stages = {"actor": ACTOR_TRAIN, "critic": CRITIC_TRAIN}
+        peaks: dict[Device, int] = {}
+        for unit in self._units.values():
+            for role, peak in seen.peak_bytes.items():
+                if unit.model_stage == stages[role]:
+                    peaks |= {d: max(peak, peaks.get(d, 0)) for d in unit.devices}
+        return peaks
+
+
+def _serves(unit: Unit) -> bool:
+    return unit.model_stage.stage is Stage.GENERATE

@@ -1,0 +1,80 @@
+"""facts: what a worker process of a verl job says of itself; runs inside that process.
+
+Nothing here touches a device: configurations, mesh shapes and process facts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """One model engine of a worker process."""
+
+    role: str
+    """``actor``, ``ref`` or ``critic``."""
+    shard_size: int
+    """Ranks that share one copy of the state: the ``fsdp`` dimension of the mesh."""
+    hf_config: dict[str, Any]
+    params_dtype: str
+    """Of the parameters that the optimizer works on, e.g. ``float32``."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One worker process."""
+
+    node: str
+    accelerator: int
+    """Index of its accelerator on the node, as Ray counts (logical where there is none)."""
+    device_name: str
+    device_bytes: int | None
+    """Memory of the accelerator; None where it is no CUDA device."""
+    engines: tuple[EngineFacts, ...]
+
+
+def worker_facts(worker: Any) -> WorkerFacts:
+    """Describe the worker process this runs in; ``worker`` is verl's actor object."""
+    import ray
+    import torch
+
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU") or ["0"]
+    name, total = "cpu", None
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, total = found.name, found.total_memory
+    return WorkerFacts(
+        node=ray.util.get_node_ip_address().strip("[]"),
+        accelerator=int(ids[0]) if ids[0].isdigit() else 0,
+        device_name=name,
+        device_bytes=total,
+        engines=tuple(_facts(role, held) for role, held in training_workers(worker)),
+    )
+
+
+def training_workers(worker: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (role, TrainingWorker) of a worker process; none of a parked one."""
+    for key, held in getattr(worker, "worker_dict", {}).items():
+        if key.startswith("actor"):
+            for role in ("ref", "actor"):
+                if getattr(held, role, None) is not None:
+                    yield role, getattr(held, role)
+        elif getattr(held, "engine", None) is not None:
+            yield key, held
+
+
+def _facts(role: str, held: Any) -> EngineFacts:
+    engine = held.engine
+    mesh = getattr(engine, "device_mesh", None)
+    parameter = next(iter(engine.module.parameters()), None) if mesh is not None else None
+    return EngineFacts(
+        role=role,
+        shard_size=1 if mesh is None else mesh.shape[-1],
+        hf_config=engine.model_config.hf_config.to_dict(),
+        params_dtype="float32"
+        if parameter is None
+        else str(parameter.dtype).removeprefix("torch."),
+    )

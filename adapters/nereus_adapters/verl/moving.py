@@ -1,0 +1,179 @@
+"""moving: the state of new units, sent shard to shard along the core's routes.
+
+The boxes of an FSDP2 shard group are cuts of each parameter's first dimension; `routes` intersects
+those that are needed with those that are there, so that each byte a rank lacks is sent once, from
+the nearest holder. Pieces travel through Ray's object store, from the rank that holds them to the
+rank that needs them, a bounded number of bytes at a time; no rank ever holds a whole tensor that it
+does not need.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nereus_adapters.verl import shards
+from nereus_adapters.verl.calls import call_all, gathered
+from nereus_adapters.verl.fleet import Fleet
+from nereus_core.cluster import Device
+from nereus_core.phases import Enter, Phase
+from nereus_core.state import Box, Route, routes
+from nereus_core.units import Unit
+
+BUCKET_BYTES = 256 << 20
+"""Bytes in flight at once to each rank; chosen, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """State of some units, to be made from that of others of the same stage."""
+
+    role: str
+    origin: tuple[Unit, ...]
+    made: tuple[Unit, ...]
+    outlines: Mapping[tuple[str, Device], shards.Outline]
+    """Of every rank of the origin, by unit and device."""
+    routes: tuple[Route, ...]
+
+    @classmethod
+    def plan(
+        cls, role: str, origin: Sequence[Unit], made: Sequence[Unit], fleet: Fleet, timeout_s: float
+    ) -> Move:
+        """Ask the ranks of the origin what they hold, and find the routes."""
+        outlines: dict[tuple[str, Device], shards.Outline] = {}
+        for unit in origin:
+            answers = call_all(
+                fleet.workers(unit.devices), shards.outline, role, str(unit.id),
+                awaited=f"what the ranks of {unit.id} hold", timeout_s=timeout_s,
+            )  # fmt: skip
+            outlines |= {(str(unit.id), device): found for device, found in answers.items()}
+        shapes = next(iter(outlines.values())).shapes
+        before = [(device, _present(found.boxes)) for (_, device), found in outlines.items()]
+        after = [
+            (device, _present(boxes))
+            for unit in made
+            for device, boxes in zip(unit.devices, shard_boxes(shapes, unit), strict=True)
+        ]
+        return cls(role, tuple(origin), tuple(made), outlines, routes(before, after))
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross between devices."""
+        return sum(self._bytes(r) for r in self.routes if not r.is_local)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay on their device."""
+        return sum(self._bytes(r) for r in self.routes if r.is_local)
+
+    def run(self, fleet: Fleet, timeout_s: float, enter: Enter) -> None:
+        """Stage the new units' state; what fails leaves the old as it was.
+
+        Raises:
+            WaitTimeout, SeatDead: a rank did not answer in time or is gone.
+            PrimitiveError: a piece arrived changed.
+        """
+        shapes = next(iter(self.outlines.values())).shapes
+        try:
+            self._begin(fleet, shapes, timeout_s)
+            enter(Phase.TRANSFER)
+            for bucket in self._buckets():
+                self._send(bucket, fleet, timeout_s)
+            enter(Phase.VERIFY)  # every piece was compared with its digest as it arrived
+            enter(Phase.COMMIT)
+        except BaseException:
+            self._forget(fleet, timeout_s)
+            raise
+
+    def _begin(self, fleet: Fleet, shapes: Mapping[str, tuple[int, ...]], timeout_s: float) -> None:
+        source = self.origin[0]
+        for unit in self.made:
+            each = {}
+            for index, (device, boxes) in enumerate(
+                zip(unit.devices, shard_boxes(shapes, unit), strict=True)
+            ):
+                # Schedules and steps are the same on all ranks; random state is of a rank.
+                rank = source.devices[index % len(source.devices)]
+                each[device] = (boxes, self.outlines[str(source.id), rank])
+            call_all(
+                fleet.workers(unit.devices), shards.begin, str(unit.id), self.role,
+                awaited=f"room for {unit.id}", timeout_s=timeout_s, each=each,
+            )  # fmt: skip
+
+    def _send(self, bucket: Sequence[Route], fleet: Fleet, timeout_s: float) -> None:
+        """Move a bucket: every pair of ranks has one message."""
+        pairs: dict[tuple[Device, str, Device], list[tuple[str, Box]]] = defaultdict(list)
+        for route in bucket:
+            pairs[route.source, self._holder(route), route.target].append((route.tensor, route.box))
+        inbox: dict[Device, list[Any]] = defaultdict(list)
+        for (source, unit, target), wanted in pairs.items():
+            worker = fleet.seat(source).worker
+            inbox[target].append(worker.__ray_call__.remote(shards.send, self.role, unit, wanted))
+        asked = {
+            device: fleet.seat(device).worker.__ray_call__.remote(
+                shards.receive, self._target(device), *messages
+            )
+            for device, messages in inbox.items()
+        }
+        named = ", ".join(str(unit.id) for unit in self.made)
+        gathered(asked, awaited=f"the state of {named}", timeout_s=timeout_s)
+
+    def _buckets(self) -> Iterator[list[Route]]:
+        bucket: list[Route] = []
+        load: dict[Device, int] = defaultdict(int)
+        for route in self.routes:
+            size = self._bytes(route)
+            if bucket and load[route.target] + size > BUCKET_BYTES:
+                yield bucket
+                bucket, load = [], defaultdict(int)
+            bucket.append(route)
+            load[route.target] += size
+        if bucket:
+            yield bucket
+
+    def _bytes(self, route: Route) -> int:
+        outline = self.outlines[self._holder(route), route.source]
+        each = sum(t.itemsize for (_, name), t in outline.dtypes.items() if name == route.tensor)
+        return each * route.box.num_elements
+
+    def _holder(self, route: Route) -> str:
+        """Name the unit whose rank sends."""
+        for unit in self.origin:
+            key = str(unit.id), route.source
+            held = self.outlines[key].boxes.get(route.tensor) if key in self.outlines else None
+            if held is not None and held.intersect(route.box) == route.box:
+                return str(unit.id)
+        raise KeyError(f"{route.source} does not hold {route.tensor} at {route.box}")
+
+    def _target(self, device: Device) -> str:
+        return next(str(unit.id) for unit in self.made if device in unit.devices)
+
+    def _forget(self, fleet: Fleet, timeout_s: float) -> None:
+        for unit in self.made:
+            for worker in fleet.workers(unit.devices).values():
+                worker.__ray_call__.remote(shards.drop, [str(unit.id)])
+
+
+def shard_boxes(shapes: Mapping[str, tuple[int, ...]], unit: Unit) -> list[dict[str, Box]]:
+    """Return the boxes of every rank of a shard group, as ``fully_shard`` cuts them.
+
+    Source: torch.distributed.tensor.Shard(0), which cuts as ``torch.chunk`` does: equal pieces of
+    ceil(n / ranks) rows, of which the last may be short or empty.
+    """
+    ranks = len(unit.devices)
+    found: list[dict[str, Box]] = [{} for _ in range(ranks)]
+    for name, shape in shapes.items():
+        rows = -(-shape[0] // ranks)
+        for rank in range(ranks):
+            first = min(rank * rows, shape[0])
+            count = min(rows, shape[0] - first)
+            offset = (first, *(0,) * (len(shape) - 1))
+            found[rank][name] = Box(offset, (count, *shape[1:]))
+    return found
+
+
+def _present(boxes: Mapping[str, Box]) -> dict[str, Box]:
+    """Leave out empty boxes: nothing has to go there."""
+    return {name: box for name, box in boxes.items() if box.num_elements}

@@ -1,0 +1,145 @@
+"""reading: a verl job's configuration and its workers' own words as a core Job and its units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nereus_adapters.verl.facts import WorkerFacts
+from nereus_adapters.verl.settings import VerlSettings
+from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
+from nereus_core.device_specs import CPU_SEAT, DEVICE_SPECS, LINK_SPECS
+from nereus_core.errors import ConfigError
+from nereus_core.model import ModelSpec
+from nereus_core.workload import (
+    ACTOR_GENERATE,
+    ACTOR_TRAIN,
+    CRITIC_TRAIN,
+    FLOAT32,
+    REF_INFER,
+    Algorithm,
+    Job,
+    Node,
+    Precision,
+    Workload,
+)
+
+_ALGORITHMS: Mapping[str, Algorithm] = {"gae": "ppo", "remax": "remax"}
+"""By verl's advantage estimator; all others score groups of responses without a critic, as GRPO."""
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def job_of(
+    trainer: Any, facts: WorkerFacts, devices: Sequence[Device], settings: VerlSettings
+) -> Job:
+    """Read a Job; touches no device.
+
+    Args:
+        trainer: verl's PPOTrainer after ``init()``.
+        facts: Of the first worker of the actor.
+        devices: All that the job may use.
+        settings: ``nereus.backend``.
+    """
+    config = trainer.config
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    engines = {engine.role: engine for engine in facts.engines}
+    prompt, response = int(rollout.prompt_length), int(rollout.response_length)
+    models = {"actor": ModelSpec.from_hf_config(engines["actor"].hf_config, name="actor")}
+    if trainer.use_critic:
+        critic = ModelSpec.from_hf_config(engines["critic"].hf_config, name="critic")
+        models["critic"] = critic.as_critic("critic")
+    if _has_reference(trainer):
+        models["ref"] = ModelSpec.from_hf_config(engines["ref"].hf_config, name="ref")
+    return Job(
+        workload=_workload(trainer),
+        models=models,
+        cluster=_cluster(facts, devices, settings),
+        global_batch=int(config.data.train_batch_size) * int(rollout.n),
+        max_prompt_tokens=prompt,
+        max_response_tokens=response,
+        precision=_precision(engines["actor"].params_dtype, actor),
+        micro_batch=_micro_batch(actor, prompt + response) * engines["actor"].shard_size,
+        num_steps=int(trainer.total_training_steps),
+        recompute="full"
+        if config.actor_rollout_ref.model.get("enable_gradient_checkpointing", False)
+        else "none",
+        sequence_parallel=True,
+    )
+
+
+def _has_reference(trainer: Any) -> bool:
+    """Whether a reference model of its own runs (with LoRA it is the actor without its adapter)."""
+    return bool(trainer.use_reference_policy) and not trainer.ref_in_actor
+
+
+def _workload(trainer: Any) -> Workload:
+    estimator = str(trainer.config.algorithm.adv_estimator)
+    algorithm = "ppo" if trainer.use_critic else _ALGORITHMS.get(estimator, "grpo")
+    passes = 2 if algorithm == "remax" else 1
+    nodes = [Node(ACTOR_GENERATE, passes=passes, weights_from=ACTOR_TRAIN)]
+    needs = [ACTOR_GENERATE]
+    if _has_reference(trainer):
+        nodes.append(Node(REF_INFER, (ACTOR_GENERATE,), origin=False))
+        needs.append(REF_INFER)
+    if trainer.use_critic:
+        nodes.append(Node(CRITIC_TRAIN, tuple(needs)))
+    nodes.append(Node(ACTOR_TRAIN, tuple(needs)))
+    return Workload(algorithm, tuple(nodes), asynchronous=trainer.trainer_mode != "sync")
+
+
+def _micro_batch(actor: Any, longest: int) -> int:
+    """Sequences that one rank holds in a forward/backward."""
+    if actor.use_dynamic_bsz:
+        return max(1, int(actor.ppo_max_token_len_per_gpu) // longest)
+    return int(actor.ppo_micro_batch_size_per_gpu or 1)
+
+
+def _precision(params_dtype: str, actor: Any) -> Precision:
+    """Verl's FSDP keeps parameters, gradients and moments in one type, and computes in another."""
+    each = _BYTES.get(params_dtype, 4)
+    mixed = actor.get("fsdp_config", {}).get("mixed_precision") or {}
+    computes = str(mixed.get("param_dtype", "bf16"))
+    if params_dtype == "float32" and computes in ("fp32", "float32"):
+        return FLOAT32
+    return Precision("bfloat16", each, each, each)
+
+
+def _cluster(facts: WorkerFacts, devices: Sequence[Device], settings: VerlSettings) -> Cluster:
+    spec = device_spec(facts, settings.device_spec)
+    on_cpu = spec is CPU_SEAT
+    return Cluster(
+        tuple(devices),
+        spec,
+        _link(settings.intra_node, "loopback" if on_cpu else "nvlink4"),
+        _link(settings.inter_node, "loopback" if on_cpu else "ib-ndr"),
+    )
+
+
+def device_spec(facts: WorkerFacts, named: str | None) -> DeviceSpec:
+    """Return the spec that is configured, or the one whose name the device bears.
+
+    Raises:
+        ConfigError: nothing is known of the device; names the key to set.
+    """
+    if named is not None:
+        if named not in DEVICE_SPECS:
+            known = ", ".join(sorted(DEVICE_SPECS))
+            raise ConfigError("backend.device_spec", f"got {named!r}; known: {known}")
+        return DEVICE_SPECS[named]
+    if facts.device_bytes is None:
+        return CPU_SEAT
+    for spec in DEVICE_SPECS.values():
+        kind = spec.name.split("-")[0].upper()
+        if kind in facts.device_name.upper() and spec.memory_bytes < facts.device_bytes * 1.1:
+            return spec
+    raise ConfigError(
+        "backend.device_spec",
+        f"nothing is known of {facts.device_name!r}; known: {', '.join(sorted(DEVICE_SPECS))}",
+    )
+
+
+def _link(named: str | None, otherwise: str) -> LinkSpec:
+    name = named or otherwise
+    if name not in LINK_SPECS:
+        raise ConfigError("backend", f"link {name!r} is unknown; known: {', '.join(LINK_SPECS)}")
+    return LINK_SPECS[name]

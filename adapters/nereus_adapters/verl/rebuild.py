@@ -1,0 +1,341 @@
+"""rebuild: leave a process group, join another, and build engines from the shards held here.
+
+Runs inside verl's worker processes. The processes stay: what a restart would pay (imports, contexts,
+compiled code) is paid once per job. Model files are not read: modules are built empty and take
+their parameters from the state that is staged.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nereus_adapters.verl.facts import training_workers
+from nereus_adapters.verl.shards import Held, local_box, staged
+from nereus_core.errors import PrimitiveError, StateDiffers
+from nereus_core.state import Slot
+
+_OUTER = ("loss_fn", "base_sync_done", "layered_summon", "peft_merge")
+"""What ``ActorRolloutRefWorker.init_model`` sets besides its engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a new process group meet."""
+
+    address: str
+    port: int
+    world: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One role of one rank: how its engine is sharded, and which staged state it takes."""
+
+    role: str
+    shard_size: int
+    unit: str
+
+
+def meeting(worker: Any, world: int, timeout_s: float) -> Meeting:
+    """Offer a free port of this node."""
+    import ray
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return Meeting(ray.util.get_node_ip_address().strip("[]"), port, world, timeout_s)
+
+
+def recipe(worker: Any) -> dict[str, Any]:
+    """Return what a process needs to build the same engines: configurations and loss functions."""
+    known: dict[str, Any] | None = getattr(worker, "_nereus_recipe", None)
+    if known is None:
+        outer = _outer(worker)
+        known = {
+            "roles": {
+                role: (trainer.config, trainer.loss_fn)
+                for role, trainer in training_workers(worker)
+            },
+            "outer": {name: getattr(outer, name) for name in _OUTER if hasattr(outer, name)},
+            "rollout": None if outer.rollout is None else outer.rollout.model_config,
+        }
+        worker._nereus_recipe = known
+    return known
+
+
+def adopt(worker: Any, known: dict[str, Any]) -> None:
+    """Take over a recipe in a process that never built its engines."""
+    worker._nereus_recipe = known
+    for name, value in known["outer"].items():
+        setattr(_outer(worker), name, value)
+
+
+def park(worker: Any) -> None:
+    """Drop engines and rollout adapter and leave the process group; staged states stay."""
+    recipe(worker)
+    outer = _outer(worker)
+    outer.actor = outer.ref = outer.rollout = None
+    for key in _standalone(worker):
+        worker.worker_dict[key].engine = None
+    _free()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join(worker: Any, rank: int, meet: Meeting, seats: tuple[Seat, ...]) -> None:
+    """Be a rank of a new process group, with the engines that its seats say."""
+    from verl.utils.device import get_device_name, get_nccl_backend
+
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(meet.world),
+        MASTER_ADDR=meet.address,
+        MASTER_PORT=str(meet.port),
+    )
+    timeout = timedelta(seconds=meet.timeout_s)
+    store = dist.TCPStore(meet.address, meet.port, meet.world, rank == 0, timeout)
+    dist.init_process_group(
+        backend=f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}",
+        store=store,
+        rank=rank,
+        world_size=meet.world,
+    )
+    for held in (worker, *worker.worker_dict.values()):
+        held._rank, held._world_size = rank, meet.world
+    build(worker, seats)
+
+
+def build(worker: Any, seats: tuple[Seat, ...]) -> None:
+    """Build engines of some roles anew in the present process group, from staged states."""
+    outer = _outer(worker)
+    for seat in seats:
+        config, loss = recipe(worker)["roles"][seat.role]
+        object.__setattr__(config.engine_config, "fsdp_size", seat.shard_size)
+        inside = hasattr(outer, seat.role) and seat.role in ("actor", "ref")
+        if inside:
+            setattr(outer, seat.role, None)
+        else:
+            worker.worker_dict[seat.role].engine = None
+        _free()
+        kind = getattr(outer, f"{seat.role}_worker_cls") if inside else _kind(worker, seat.role)
+        trainer = kind(config=config)
+        state = staged(worker)[seat.unit]
+        with _empty_models(state, seat.unit):
+            trainer.reset()
+        take_optimizer(trainer.engine, state)
+        if loss is not None:
+            trainer.set_loss_fn(loss)
+        if inside:
+            setattr(outer, seat.role, trainer)
+            _forget_dispatch(outer, seat.role)
+            outer.set_dispatch_collect(mesh_name=seat.role, **trainer.get_dispatch_collect())
+        else:
+            worker.worker_dict[seat.role] = trainer
+    for seat in seats:  # the last word on random state: building engines draws numbers
+        _restore_random(staged(worker)[seat.unit])
+    dist.barrier()
+
+
+def serve(worker: Any, tp: int, replica_rank: int) -> None:
+    """Point this rank's side of the weight synchronization at its rollout replica."""
+    from omegaconf import open_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.device import get_device_name
+    from verl.workers.rollout.base import get_rollout_class
+
+    known, outer = recipe(worker), _outer(worker)
+    with open_dict(outer.config):
+        outer.config.rollout.tensor_model_parallel_size = tp
+    config = omega_conf_to_dataclass(outer.config.rollout)
+    mesh = init_device_mesh(
+        get_device_name(),
+        mesh_shape=(dist.get_world_size() // tp, tp, 1),
+        mesh_dim_names=("dp", "infer_tp", "infer_pp"),
+    )
+    outer.rollout = get_rollout_class(config.name, config.mode)(
+        config=config, model_config=known["rollout"], device_mesh=mesh, replica_rank=replica_rank
+    )
+
+
+def weight_engine(worker: Any, first: bool) -> None:
+    """Build the actor's side of the checkpoint engine: who sends, and among whom, has changed."""
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.utils.config import omega_conf_to_dataclass
+
+    outer = _outer(worker)
+    config = omega_conf_to_dataclass(outer.config.rollout.checkpoint_engine)
+    outer.checkpoint_engine = CheckpointEngineRegistry.new(
+        config.backend,
+        is_master=first,
+        bucket_size=config.update_weights_bucket_megabytes << 20,
+        **config.engine_kwargs.get(config.backend, {}),
+    )
+
+
+def take_optimizer(engine: Any, state: Held) -> None:
+    """Give an engine its moments, counters, hyper-parameters and schedule."""
+    if engine.optimizer is None:
+        return
+    from torch.distributed.tensor import DTensor
+
+    aside = getattr(engine, "is_optimizer_offload_enabled", False)
+    for name, parameter in engine.module.named_parameters():
+        slots = {s: t for (s, n), t in state.tensors.items() if n == name and s != Slot.PARAM}
+        if not slots:
+            continue
+        device = torch.device("cpu") if aside else parameter.device
+        own: dict[str, Any] = {"step": torch.tensor(state.counters[name], dtype=torch.float32)}
+        for slot, tensor in slots.items():
+            moved = tensor.to(device, copy=True)
+            if isinstance(parameter, DTensor):
+                moved = DTensor.from_local(
+                    moved,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            own[slot] = moved
+        engine.optimizer.state[parameter] = own
+    for group, values in zip(engine.optimizer.param_groups, state.extras["groups"], strict=True):
+        group.update(values)
+    for name in ("lr_scheduler", "scaler"):
+        if name in state.extras and getattr(engine, name, None) is not None:
+            getattr(engine, name).load_state_dict(state.extras[name])
+
+
+@contextmanager
+def _empty_models(state: Held, unit: str) -> Iterator[None]:
+    """Let verl build a model without reading its files, and load it from a rank's own shards."""
+    import verl.utils.model as models
+    import verl.workers.engine.fsdp.transformer_impl as engines
+    from accelerate import init_empty_weights
+    from verl.utils.device import get_device_id
+
+    saved = (
+        models.get_hf_auto_model_class,
+        models.load_valuehead_model,
+        engines.get_init_weight_context_manager,
+        engines.fsdp2_load_full_state_dict,
+    )
+
+    def from_config(kind: Any, config: Any, dtype: Any, trust: bool) -> Any:
+        attention = getattr(config, "_attn_implementation", None) or "sdpa"
+        return kind.from_config(
+            config, dtype=dtype, trust_remote_code=trust, attn_implementation=attention
+        )
+
+    def auto_class(hf_config: Any) -> Any:
+        found = saved[0](hf_config=hf_config)
+
+        class Empty:
+            @staticmethod
+            def from_pretrained(
+                pretrained_model_name_or_path: str,
+                torch_dtype: Any,
+                config: Any,
+                trust_remote_code: bool,
+            ) -> Any:
+                return from_config(found, config, torch_dtype, trust_remote_code)
+
+        return Empty
+
+    def value_head(
+        local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool
+    ) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return from_config(
+            AutoModelForTokenClassification, model_config, torch_dtype, trust_remote_code
+        )
+
+    def init_context(use_meta_tensor: bool = True, mesh: Any = None) -> Any:
+        return init_empty_weights if use_meta_tensor else lambda: torch.device("cpu")
+
+    def load(
+        module: Any, full_state: Any, device_mesh: Any = None, cpu_offload: Any = None
+    ) -> None:
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        module.to_empty(device=get_device_id())
+        take_parameters(module, state, unit)
+        if cpu_offload is not None:
+            module.to("cpu")
+        for name, buffer in module.named_buffers():
+            buffer.data = buffers[name].to(get_device_id())
+
+    models.get_hf_auto_model_class, models.load_valuehead_model = auto_class, value_head
+    engines.get_init_weight_context_manager = init_context
+    engines.fsdp2_load_full_state_dict = load
+    try:
+        yield
+    finally:
+        (
+            models.get_hf_auto_model_class,
+            models.load_valuehead_model,
+            engines.get_init_weight_context_manager,
+            engines.fsdp2_load_full_state_dict,
+        ) = saved
+
+
+def take_parameters(module: Any, state: Held, unit: str) -> None:
+    """Fill a module's local shards; raises StateDiffers where it wants others than are held."""
+    names = set()
+    for name, parameter in module.named_parameters():
+        box, mine = local_box(parameter), state.boxes.get(name)
+        if mine is None or (box != mine and box.num_elements + mine.num_elements > 0):
+            raise StateDiffers(unit, name, mine, box)
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+        with torch.no_grad():
+            local.copy_(state.tensors[Slot.PARAM.value, name])
+        names.add(name)
+    if extra := sorted(set(state.boxes) - names):
+        raise StateDiffers(unit, extra[0], state.boxes[extra[0]], "no such parameter")
+
+
+def _restore_random(state: Held) -> None:
+    torch.set_rng_state(state.extras["rng"])
+    if "cuda_rng" in state.extras:
+        torch.cuda.set_rng_state(state.extras["cuda_rng"])
+
+
+def _outer(worker: Any) -> Any:
+    """Return the ActorRolloutRefWorker of a process."""
+    for key, held in worker.worker_dict.items():
+        if key.startswith("actor"):
+            return held
+    raise PrimitiveError("this process has no actor worker.")
+
+
+def _standalone(worker: Any) -> list[str]:
+    """Name the roles that are training workers of their own: the critic."""
+    return [key for key in worker.worker_dict if not key.startswith("actor")]
+
+
+def _kind(worker: Any, role: str) -> Any:
+    return type(worker.worker_dict[role])
+
+
+def _forget_dispatch(outer: Any, role: str) -> None:
+    tables: Mapping[str, Any] = outer.get_dispatch_collect()
+    for table in tables.values():
+        table.pop(role, None)
+
+
+def _free() -> None:
+    from verl.utils.device import get_torch_device
+
+    gc.collect()
+    get_torch_device().empty_cache()

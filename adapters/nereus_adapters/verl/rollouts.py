@@ -1,0 +1,147 @@
+"""Rollouts: the replicas of a verl job's rollout, started and ended one by one.
+
+A new replica is started beside those that serve, which sleep at the boundary, and put to sleep in
+turn: verl's own weight synchronization, the next thing that happens after the boundary, wakes all
+of them and gives them the trainer's weights. The load balancer learns of it at the epoch switch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from nereus_adapters.verl.fleet import Fleet
+from nereus_core.errors import WaitTimeout
+from nereus_core.units import Unit, UnitId
+
+_FIRST_RANK = 1000
+"""Ranks of replicas from here on are Nereus's own: verl numbers its own from 0 up."""
+
+
+class Rollouts:
+    """Replicas by unit.
+
+    Args:
+        trainer: verl's trainer.
+        units: Of the replicas there are, in verl's order.
+        fleet: Worker processes.
+        timeout_s: For a replica to start, stop or answer.
+    """
+
+    def __init__(
+        self, trainer: Any, units: Mapping[UnitId, Unit], fleet: Fleet, timeout_s: float
+    ) -> None:
+        self._manager, self._fleet, self._timeout_s = trainer.llm_server_manager, fleet, timeout_s
+        self._trainer = trainer
+        self._replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
+        self._linked = set(self._replicas)
+        self._num_started = 0
+
+    def start(self, unit: Unit) -> None:
+        """Start a replica for a unit and let it sleep; raises WaitTimeout where it does not."""
+        from omegaconf import open_dict
+        from verl.workers.rollout.replica import RolloutMode
+
+        manager = self._manager
+        config = manager.rollout_config.copy()
+        with open_dict(config):
+            config.tensor_model_parallel_size = unit.layout.tp
+        replica = manager.rollout_replica_class(
+            replica_rank=_FIRST_RANK + self._num_started,
+            config=config,
+            model_config=manager.model_config,
+            gpus_per_node=manager.rollout_config.n_gpus_per_node,
+        )
+        self._num_started += 1
+        replica.rollout_mode = RolloutMode.HYBRID  # as init_hybrid does, with these workers
+        replica.workers = list(self._fleet.workers(unit.devices).values())
+
+        async def up() -> None:
+            await replica.launch_servers()
+            await replica.sleep()
+
+        try:
+            self._wait(up, f"a rollout server for {unit.id}")
+        except BaseException:
+            _end(replica)
+            raise
+        self._replicas[unit.id] = replica
+
+    def end(self, unit: UnitId) -> None:
+        """End a unit's replica: at once, or with the epoch switch where the job may still need it."""
+        if unit not in self._linked:
+            _end(self._replicas.pop(unit))
+
+    def rank_of(self, unit: UnitId) -> int:
+        """Return verl's rank of a unit's replica."""
+        return int(self._replicas[unit].replica_rank)
+
+    def link(self, units: Mapping[UnitId, Unit]) -> None:
+        """Serve with these units from here on; the balancer is not empty at any moment."""
+        manager = self._manager
+        gone = [u for u in self._linked if u not in units]
+        fresh = {u: self._replicas[u] for u in units if u not in self._linked}
+        balancer = manager.global_load_balancer
+        if fresh:
+            servers = {r._server_address: r._server_handle for r in fresh.values()}
+            self._get(balancer.add_servers.remote(servers), "the load balancer to add servers")
+        if gone:
+            leaving = [self._replicas[u]._server_address for u in gone]
+            self._get(
+                balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
+            )
+        for unit in gone:
+            _end(self._replicas.pop(unit))
+        self._linked = set(units)
+        replicas = [self._replicas[u] for u in units]
+        manager.rollout_replicas = replicas
+        manager.server_handles = [r._server_handle for r in replicas]
+        manager.server_addresses = [r._server_address for r in replicas]
+        self._trainer.checkpoint_manager.replicas = replicas
+
+    def _get(self, answer: Any, awaited: str) -> None:
+        try:
+            ray.get(answer, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise WaitTimeout(awaited, self._timeout_s) from error
+
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, None]], awaited: str) -> None:
+        """Run a coroutine of verl's on a loop of its own, for as long as it is given."""
+
+        async def limited() -> None:
+            await asyncio.wait_for(work(), self._timeout_s)
+
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                asyncio.run(limited())
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name=awaited, daemon=True)
+        thread.start()
+        thread.join(self._timeout_s + 5)  # some of verl's coroutines block without awaiting
+        if thread.is_alive() or (raised and isinstance(raised[0], TimeoutError)):
+            raise WaitTimeout(awaited, self._timeout_s)
+        if raised:
+            raise raised[0]
+
+
+def shutdown_engine(server: Any) -> None:
+    """End what a rollout server started; runs inside it."""
+    engine = getattr(server, "engine", None)
+    if hasattr(engine, "shutdown"):
+        engine.shutdown()
+
+
+def _end(replica: Any) -> None:
+    for server in getattr(replica, "servers", []):
+        with suppress(Exception):  # a server that does not answer is ended all the same
+            ray.get(server.__ray_call__.remote(shutdown_engine), timeout=30)
+        ray.kill(server)

@@ -1,0 +1,30 @@
+"""VerlSettings: ``[backend]`` of nereus.toml, or ``nereus.backend.*``, for a verl job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nereus_core.config import validated
+
+
+class VerlSettings(BaseModel):
+    """How Nereus treats a verl job."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device_spec: str | None = None
+    """A name of `nereus_core.device_specs.DEVICE_SPECS`; by the device's own name by default."""
+    intra_node: str | None = None
+    """Link inside a node, of `LINK_SPECS`; nvlink4 by default, loopback on CPUs."""
+    inter_node: str | None = None
+    """Link between nodes; ib-ndr by default, loopback on CPUs."""
+    max_devices: int | None = Field(None, ge=1)
+    """Devices that the job may grow to, out of what Ray has free; its own by default."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Validate; raises ConfigError with the nearest key."""
+        return validated(cls, values, at="backend")

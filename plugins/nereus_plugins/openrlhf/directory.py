@@ -1,0 +1,105 @@
+"""directory: where processes of a job that hold old handles find the ranks and engines of now.
+
+OpenRLHF's driver saves the model through the group that it built at the start, and the generator of
+an asynchronous job has its own list of engines. A small Ray actor, named after the run, tells them.
+Its handle lies on the trainer as `nereus_directory`; the adapter publishes there while it still
+holds the generator's lock, so that no generation starts on engines that have gone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+CALL_S = 60.0
+"""Longest wait for the directory; chosen, not measured: it does nothing but keep lists."""
+ATTRIBUTE = "nereus_directory"
+"""Of the trainer."""
+
+
+class Directory:
+    """Keeps what was published last; runs as a Ray actor."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._engines: list[Any] = []
+        self._groups: dict[str, list[Any]] = {}
+
+    def publish(self, engines: Sequence[Any], groups: Mapping[str, Sequence[Any]]) -> None:
+        """Take in all engines, and the ranks of each group by its first rank at the start."""
+        self._version += 1
+        self._engines = list(engines)
+        self._groups = {first: list(handles) for first, handles in groups.items()}
+
+    def engines_since(self, version: int) -> tuple[int, list[Any]] | None:
+        """Return the engines of now and their version, None when that is the one given."""
+        return None if version == self._version else (self._version, self._engines)
+
+    def group(self, first: str) -> list[Any] | None:
+        """Return the ranks of the group that began with a rank; None before a change."""
+        return self._groups.get(first)
+
+
+def open_on(trainer: Any, name: str) -> None:
+    """Start the directory; it lives as long as the trainer does."""
+    import ray
+
+    actor_class = ray.remote(num_cpus=0)(Directory)
+    setattr(trainer, ATTRIBUTE, actor_class.options(name=name).remote())
+
+
+def _find(name: str) -> Any:
+    import ray
+
+    try:
+        return ray.get_actor(name)
+    except ValueError:  # nothing has changed yet: the trainer has not begun
+        return None
+
+
+def following(fit: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the loop of the asynchronous generator, with a look for new engines before each use."""
+
+    @functools.wraps(fit)
+    def fit_following(self: Any, *args: Any, **kwargs: Any) -> Any:
+        follow(self.samples_generator, name)
+        return fit(self, *args, **kwargs)
+
+    return fit_following
+
+
+def follow(generator: Any, name: str) -> None:
+    """Let a sample generator take its engines from the directory."""
+    import ray
+
+    generate, seen = generator._generate_vllm, 0
+
+    @functools.wraps(generate)
+    def generated(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        directory = _find(name)
+        if directory is not None:
+            news = ray.get(directory.engines_since.remote(seen), timeout=CALL_S)
+            if news is not None:
+                seen, generator.vllm_engines[:] = news
+        return generate(*args, **kwargs)
+
+    generator._generate_vllm = generated
+
+
+def saving_current(save: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the driver's `async_save_model`, which saves through the ranks of now."""
+
+    @functools.wraps(save)
+    def saved(self: Any) -> Any:
+        import ray
+
+        directory = _find(name)
+        if directory is not None:
+            first = self._actor_handlers[0]._actor_id.hex()
+            now = ray.get(directory.group.remote(first), timeout=CALL_S)
+            self._actor_handlers = now or self._actor_handlers
+        return save(self)
+
+    return saved

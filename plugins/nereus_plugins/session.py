@@ -1,0 +1,97 @@
+"""Session: a controller inside somebody else's trainer, which calls it once per RL step.
+
+In modes observe and advise nothing that goes wrong here may end the user's job: the session says so
+once, closes, and the job goes on. In mode adapt an error that the controller raises is the job's:
+it says that the job cannot take its next step, and why.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from nereus_core.attach import attached
+from nereus_core.config import NereusConfig
+from nereus_core.controller import Controller
+from nereus_core.events import EventLog
+from nereus_core.registry import Registry
+from nereus_core.report.html import write_report
+from nereus_plugins.banner import banner, refusal, say
+from nereus_plugins.figures import Figures
+
+
+@dataclass(slots=True)
+class Session:
+    """One job's time under Nereus; build it with `open_session`."""
+
+    framework: str
+    config: NereusConfig
+    controller: Controller
+    figures: Figures
+    _opened: ExitStack
+    _closed: bool = False
+
+    def at_boundary(self) -> dict[str, float]:
+        """Observe, decide, and in mode adapt act; returns ``nereus/*`` figures for the job's log.
+
+        Raises:
+            NereusError: in mode adapt, when the job cannot go on.
+        """
+        if self._closed:
+            return {}
+        start_s = time.perf_counter()
+        try:
+            self.controller.at_boundary()
+        except Exception as error:
+            self._end(f"failed: {type(error).__name__}: {error}")
+            if self.adapts:
+                raise
+            say(refusal(self.framework, error))
+            return {}
+        held_s = time.perf_counter() - start_s
+        return self.figures.drained(self.controller.plan, self.controller.predicted_s, held_s)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it may change the job."""
+        return self.config.enabled and self.config.mode == "adapt"
+
+    def close(self, outcome: str = "done") -> None:
+        """Record how the job ended, write the report, release everything. Safe to call twice."""
+        if not self._closed:
+            self._end(outcome)
+
+    def _end(self, outcome: str) -> None:
+        self._closed = True
+        try:
+            self.controller.finished(outcome)
+        finally:
+            self._opened.close()
+        folder = self.config.run_dir
+        write_report(folder / "events.jsonl", folder / "report.html")
+        say(f"[nereus] {outcome}; report in {folder / 'report.html'}")
+
+
+def open_session(framework: str, handle: object, config: NereusConfig) -> Session:
+    """Attach to a running job and print the banner.
+
+    Args:
+        framework: For people, e.g. ``verl``.
+        handle: What the configured adapter attaches to.
+        config: The job's settings.
+
+    Raises:
+        NereusError: it cannot be attached to; nothing is left behind.
+    """
+    with ExitStack() as opened:
+        config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = opened.enter_context(EventLog(config.run_dir / "events.jsonl", time.monotonic))
+        figures = Figures()
+        log.subscribe(figures.take)
+        controller = opened.enter_context(
+            attached(Registry.load(), handle, config, log, time.monotonic)
+        )
+        session = Session(framework, config, controller, figures, opened.pop_all())
+    say(banner(config, framework, controller.plan))
+    return session

@@ -1,0 +1,83 @@
+"""verl: ``+nereus.enable=true`` in an unchanged ``python -m verl.trainer.main_ppo ...``.
+
+verl imports this module in every process that imports verl (entry-point group ``verl.plugins``), so
+it imports nothing but the standard library and changes nothing but one thing: once verl's v1
+trainers have been defined, each registered class is replaced in place by one of the same name that
+looks at ``config.nereus`` when a trainer is built. Without ``enable`` verl's own class is built.
+
+The registry keeps its keys: verl picks the replay buffer by the name of the trainer mode.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from nereus_plugins.post_import import after_import
+
+FRAMEWORK = "verl"
+_SWITCHED_ON = ("nereus.enable=true", "nereus.enable=1", "nereus.enable=yes", "nereus.enable=on")
+
+
+def _asked_for() -> bool:
+    """Whether this process's own command line asks for Nereus (the driver's; not an actor's)."""
+    return any(word.lstrip("+").lower() in _SWITCHED_ON for word in sys.argv)
+
+
+def _warn(error: BaseException) -> None:
+    from nereus_plugins.banner import refusal, say
+
+    say(refusal(FRAMEWORK, error))
+
+
+def _wrap(module: ModuleType) -> None:
+    """Replace the registered trainers in place; says loudly why not, where it was asked for."""
+    try:
+        registry: dict[str, type] = sys.modules[f"{module.__name__}.trainer_base"].TRAINER_REGISTRY
+        for name, trainer in list(registry.items()):
+            registry[name] = _switched(trainer)
+    except Exception as error:  # this verl is not the one that is known; it must be able to go on
+        _warn(error)
+
+
+def _switched(trainer: Any) -> type:
+    """Return a class that builds ``trainer``, with Nereus around it where its config asks."""
+
+    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> object:
+        keys = config.get("nereus")
+        if keys is None:
+            return trainer(config, *args, **kwargs)
+        from nereus_plugins.verl_trainer import built
+
+        return built(trainer, config, *args, **kwargs)
+
+    body = {"__new__": build, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
+    return type(trainer.__name__, (trainer,), body)
+
+
+def _legacy(module: ModuleType) -> None:
+    if _asked_for():
+        _warn(RuntimeError("trainer.use_v1=False: only the v1 trainers can be adapted"))
+
+
+def _checked() -> None:
+    """In the driver, compare what Nereus stands on with the installed verl before Ray starts."""
+    try:
+        from nereus_core.errors import AdapterError
+        from nereus_core.registry import Registry
+        from nereus_core.seams import check_seam
+    except ImportError as error:
+        _warn(error)
+        return
+    try:
+        for seam in Registry.load().declaration(FRAMEWORK).seams:
+            check_seam(seam)
+    except AdapterError as error:
+        _warn(error)
+
+
+after_import("verl.trainer.ppo.v1", _wrap)
+after_import("verl.trainer.main_ppo_v0", _legacy)
+if _asked_for():
+    _checked()

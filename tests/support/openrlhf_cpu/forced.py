@@ -1,0 +1,169 @@
+"""Forces transitions on a job under test, and looks behind the adapter before and after each.
+
+`OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of device
+indices of the one node; a unit of several devices is tensor-parallel. What was seen goes to
+`OPENRLHF_TEST_SEEN`, one JSON object a line.
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from post_import import on_import
+
+
+def _gathered(actor):
+    """SHA-256 of every whole tensor, gathered by DeepSpeed's own means. Collective."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from nereus_adapters.openrlhf.ranks import engine_of
+
+    engine = engine_of(actor)
+    group = actor.strategy.ds_device_mesh["tp"].get_group()
+    tp = dist.get_world_size(group)
+    if not hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found = {}
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            continue
+        meta = getattr(param, DS_AUTOTP_UC_META, None) or {}
+        dim = None if meta.get("replicated") or tp == 1 else meta.get("partition_dim")
+        for slot, tensor in (
+            ("param", safe_get_full_fp32_param(param)),
+            ("exp_avg", safe_get_full_optimizer_state(param, "exp_avg")),
+            ("exp_avg_sq", safe_get_full_optimizer_state(param, "exp_avg_sq")),
+        ):
+            if dim is not None:
+                parts = [torch.empty_like(tensor) for _ in range(tp)]
+                dist.all_gather(parts, tensor.contiguous(), group=group)
+                tensor = torch.cat(parts, dim)
+            data = tensor.detach().float().contiguous().cpu().numpy().tobytes()
+            found[f"{slot}/{name}"] = hashlib.sha256(data).hexdigest()
+    inner = engine.optimizer.optimizer
+    steps = {float(s["step"]) for s in inner.state.values() if "step" in s}
+    return {
+        "tensors": found,
+        "steps": sorted(steps),
+        "scheduler": engine.lr_scheduler.state_dict()["last_epoch"],
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "accumulation": engine.gradient_accumulation_steps(),
+    }
+
+
+def _greedy(actor, prompts, count):
+    """Greedy tokens of the actor's own model. Only where one rank has all of it."""
+    import torch
+
+    model = actor.actor.model.module
+    was = model.training
+    model.eval()
+    found = []
+    with torch.no_grad():
+        for prompt in prompts:
+            tokens = list(prompt)
+            for _ in range(count):
+                logits = model(torch.tensor([tokens])).logits[0, -1].float()
+                tokens.append(int(logits.argmax()))
+            found.append(tokens[len(prompt) :])
+    model.train(was)
+    return found
+
+
+def _look(session):
+    import ray
+
+    running = session.controller._adapter._running
+    found = {"at": {}, "plan": session.controller.plan.to_json(), "time": time.time()}
+    for stage in running.groups:
+        if str(stage).endswith("train"):
+            handles = running.handles(stage)
+            seen = ray.get([h.__ray_call__.remote(_gathered) for h in handles], timeout=120)
+            found["at"][str(stage)] = seen[0]
+            found["world", str(stage)] = len(handles)
+    return {(k if isinstance(k, str) else "/".join(k)): v for k, v in found.items()}
+
+
+def _same_tokens(session):
+    """Greedy tokens of every engine beside the actor's own."""
+    import ray
+    from vllm import SamplingParams
+
+    from nereus_core.workload import ACTOR_TRAIN
+
+    running = session.controller._adapter._running
+    prompts = [[40 + i, 50 + 2 * i, 60 + 3 * i] for i in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
+    engines = []
+    for engine in running.trainer.vllm_engines:
+        outputs = ray.get([engine.generate.remote(p, greedy) for p in prompts], timeout=240)
+        engines.append([list(o.outputs[0].token_ids) for o in outputs])
+    actor = None
+    if running.layout(ACTOR_TRAIN).tp == 1 and running.args.ds.zero_stage < 3:
+        (handle, *_) = running.handles(ACTOR_TRAIN)
+        actor = ray.get(handle.__ray_call__.remote(_greedy, prompts, 8), timeout=120)
+    return {"engines": engines, "actor": actor}
+
+
+def _plan(session, wanted):
+    from nereus_core.cluster import Device
+    from nereus_core.layout import Layout
+    from nereus_core.plan import Placement, Plan
+    from nereus_core.workload import ModelStage
+
+    now = dict(session.controller.plan)
+    node = next(iter(session.controller.plan.devices)).node
+    for stage, units in wanted.items():
+        placed = tuple(tuple(Device(node, i) for i in unit) for unit in units)
+        now[ModelStage.parse(stage)] = Placement(Layout(len(units[0])), placed)
+    return Plan(now)
+
+
+def _session(module):
+    wanted = json.loads(os.environ["OPENRLHF_TEST_FORCE"])
+    seen = Path(os.environ["OPENRLHF_TEST_SEEN"])
+    original = module.Session.at_boundary
+
+    def write(record):
+        with seen.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record) + "\n")
+
+    def at_boundary(self):
+        figures = original(self)
+        step = self.controller._adapter._running.signals.step + 1
+        if str(step) not in wanted:
+            return figures
+        before = _look(self)
+        start_s = time.monotonic()
+        error = None
+        try:
+            self.controller.go_to(_plan(self, wanted[str(step)]), "asked for by a test")
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            write({"step": step, "error": error})
+            raise
+        held_s = time.monotonic() - start_s
+        after = _look(self)
+        write(
+            {
+                "step": step,
+                "held_s": held_s,
+                "before": before,
+                "after": after,
+                "tokens": _same_tokens(self),
+            }
+        )
+        return figures
+
+    module.Session.at_boundary = at_boundary
+
+
+def install():
+    on_import("nereus_plugins.session", _session)

@@ -1,0 +1,13 @@
+"""Loaded by every Python of a test job, Ray's workers among them: OpenRLHF on a CPU."""
+
+import os
+
+if os.environ.get("OPENRLHF_ON_CPU") == "1":
+    import cpu_patches
+
+    cpu_patches.install()
+
+if os.environ.get("OPENRLHF_TEST_FORCE"):
+    import forced
+
+    forced.install()

@@ -1,0 +1,238 @@
+"""A tiny model, its data, and real `train_ppo_ray` jobs on this machine's CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent
+REWARD = '''
+import torch
+
+
+def reward_func(queries, prompts, labels):
+    """Reward the part of a response that is digits: dense, so that advantages are not zero."""
+    found = []
+    for query, prompt in zip(queries, prompts):
+        text = query[len(prompt):]
+        found.append(sum(c.isdigit() for c in text) / max(1, len(text)))
+    rewards = torch.tensor(found)
+    return {"rewards": rewards[0].item(), "scores": rewards[0].item(), "extra_logs": {}}
+'''
+
+
+def make_assets(folder: Path, prompts: int = 64) -> Path:
+    """Write a 2-layer Qwen2 with a byte-level tokenizer, prompts and a reward function."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    sums = [
+        f"Question: what is {a} plus {b}? Answer: {a + b}." for a in range(40) for b in range(40)
+    ]
+    tokenizer.train_from_iterator(
+        sums,
+        trainers.BpeTrainer(
+            vocab_size=510,
+            special_tokens=["<|pad|>", "<|eos|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|eos|>", pad_token="<|pad|>"
+    ).save_pretrained(model)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        use_sliding_window=False,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    rng = random.Random(0)
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as lines:
+        for _ in range(prompts):
+            a, b = rng.randrange(40), rng.randrange(40)
+            prompt = f"Question: what is {a} plus {b}? Answer:"
+            lines.write(json.dumps({"prompt": prompt, "label": str(a + b)}) + "\n")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return folder
+
+
+def flags(assets: Path, out: Path, **changes: object) -> list[str]:
+    """OpenRLHF's flags of a tiny GRPO job: 2 engines, 1 actor, 1 reference, 2 steps.
+
+    ``changes``: ``__`` stands for a dot; True is a bare flag, None or False leaves a flag out.
+    """
+    values: dict[str, object] = {
+        "actor.model_name_or_path": assets / "model",
+        "reward.remote_url": assets / "reward.py",
+        "data.prompt_dataset": assets / "prompts.jsonl",
+        "data.input_key": "prompt",
+        "data.label_key": "label",
+        "data.max_len": 64,
+        "data.max_samples": 16,
+        "rollout.max_new_tokens": 16,
+        "rollout.batch_size": 8,
+        "rollout.n_samples_per_prompt": 2,
+        "rollout.micro_batch_size": 4,
+        "train.batch_size": 16,
+        "train.micro_batch_size": 4,
+        "train.num_episodes": 1,
+        "train.max_epochs": 1,
+        "vllm.num_engines": 1,
+        "vllm.tensor_parallel_size": 1,
+        "vllm.enforce_eager": True,
+        "vllm.sync_backend": "gloo",
+        "vllm.gpu_memory_utilization": 0.05,
+        "actor.num_nodes": 1,
+        "actor.num_gpus_per_node": 1,
+        "ref.num_nodes": 1,
+        "ref.num_gpus_per_node": 1,
+        "ds.zero_stage": 2,
+        "ds.attn_implementation": "eager",
+        "ds.param_dtype": "bf16",
+        "algo.advantage.estimator": "group_norm",
+        "algo.advantage.is_correction_level": "token",
+        "algo.kl.init_coef": 0.01,
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "k3",
+        "actor.adam.lr": 1e-3,
+        "ckpt.output_dir": out / "final",
+        "ckpt.path": out / "ckpt",
+    }
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    words: list[str] = []
+    for key, value in values.items():
+        if value is None or value is False:
+            continue
+        words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A job that ended."""
+
+    code: int
+    output: str
+    wall_s: float
+
+    def steps(self) -> list[dict[str, float]]:
+        """Logged figures of every RL step."""
+        found = []
+        for line in self.output.splitlines():
+            match = re.search(r"Global step (\d+): (\{.*\})", line)
+            if match:
+                pairs = re.findall(r"'([\w/]+)': (-?[\d.]+(?:e-?\d+)?)", match[2])
+                found.append({"step": float(match[1])} | {k: float(v) for k, v in pairs})
+        return found
+
+
+def environment(folder: Path, gpus: int) -> dict[str, str]:
+    """Environment of a job: CPU stand-ins, a private Ray with logical GPUs."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")}
+    path = [str(SUPPORT / "openrlhf_cpu"), *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OPENRLHF_ON_CPU": "1",
+        "OPENRLHF_TEST_GPUS": str(gpus),
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "hf"),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "TOKENIZERS_PARALLELISM": "true",
+    }
+
+
+def run(
+    words: list[str],
+    folder: Path,
+    *,
+    gpus: int = 8,
+    timeout_s: float = 300.0,
+    code: str = "",
+    more: dict[str, str] | None = None,
+    module: str = "nereus_plugins.openrlhf",
+) -> Ran:
+    """Run a module with flags in a process group of its own, under a Ray of its own.
+
+    Args:
+        words: Its command line.
+        folder: For its output and caches.
+        gpus: Logical GPUs of the Ray.
+        timeout_s: After which it is killed; the code is then that of the signal.
+        code: Python that runs in the driver first.
+        more: Environment variables of the job and of Ray's workers.
+        module: What to run.
+    """
+    import time
+
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = tempfile.mkdtemp(prefix="orl")  # Ray's sockets need a short path
+    driver = folder / "driver.py"
+    driver.write_text(
+        "import runpy, sys, ray\n"
+        f"ray.init(address='local', num_cpus=16, num_gpus={gpus}, include_dashboard=False,\n"
+        f"    object_store_memory=300 * 2**20, _temp_dir={temporary!r})\n"
+        f"{code}\n"
+        f"sys.argv = [{module!r}, *sys.argv[1:]]\n"
+        "try:\n"
+        f"    runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+        "finally:\n"
+        "    ray.shutdown()\n",
+        encoding="utf-8",
+    )
+    start_s = time.monotonic()
+    with (folder / "output.log").open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(driver), *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(folder, gpus) | (more or {}),
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            code_ = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code_ = -signal.SIGKILL
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            shutil.rmtree(temporary, ignore_errors=True)
+    text = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
+    return Ran(code_, text, time.monotonic() - start_s)
