@@ -44,9 +44,7 @@ def test_greedy_tokens_are_hugging_faces_before_and_after_each_update(start, lla
     engine = start(layout, Layout.parse(layout))
     for trainer in (Layout(1, 1), Layout(2, 1), Layout(1, 2)):
         llama.train()
-        engine.update_weights(
-            llama.version, llama.publish(trainer).manifest(engine.layout)
-        )
+        engine.update_weights(llama.version, llama.publish(trainer).manifest(engine.layout))
         for tokens, found in zip(PROMPTS, respond(engine), strict=True):
             assert found.tokens == llama.greedy(tokens, 12)
             assert found.finish is Finish.LENGTH
@@ -191,6 +189,6 @@ def test_an_engine_that_cannot_come_up_says_why(engines, llama):
     wrong = SglangEngines(
         llama.config, here, arguments={"attention_backend": "flashinfer"}, pool=engines.pool
     )
-    with pytest.raises(EngineError, match="(?s)failed to come up.*flashinfer"):
+    with pytest.raises(EngineError, match=r"(?s)failed to come up.*flashinfer"):
         wrong.create("wrong", Layout(1, 1), here[:1])
     wrong.close()

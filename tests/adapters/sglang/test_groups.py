@@ -78,7 +78,7 @@ class Absent(Sender):
 def test_a_member_that_does_not_come_is_named(start, llama):
     engine = start("waits")
     groups = WeightGroups(timeout_s=3)
-    with pytest.raises(WaitTimeout, match="engine waits.* to join weight group"):
+    with pytest.raises(WaitTimeout, match=r"engine waits.* to join weight group"):
         groups.form([Absent("away", llama.tensors)], [engine])
 
 

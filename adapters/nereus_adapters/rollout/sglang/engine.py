@@ -43,9 +43,7 @@ class _Response:
 
     def ended(self, finish: Finish) -> Completion:
         spans = (Span(self.version, len(self.tokens)),) if self.tokens else ()
-        return Completion(
-            self.prompt.id, tuple(self.tokens), tuple(self.logprobs), spans, finish
-        )
+        return Completion(self.prompt.id, tuple(self.tokens), tuple(self.logprobs), spans, finish)
 
 
 class SglangEngine:
@@ -166,9 +164,7 @@ class SglangEngine:
 
     def call_ranks(self, call: Call) -> list[Any]:
         """Let every rank do something with its model while nothing is in flight."""
-        found: list[Any] = self.call(
-            "call_ranks", call=pickle.dumps(call), timeout_s=self._wait_s
-        )
+        found: list[Any] = self.call("call_ranks", call=pickle.dumps(call), timeout_s=self._wait_s)
         return found
 
     def signals(self) -> EngineSignals:

@@ -25,7 +25,7 @@ CALL = "nereus-call:"
 """Load format of an update that carries no tensor; the path of a file with a `Call` follows, which
 each rank opens for itself."""
 DIGESTS = "nereus-digests:"
-"""Name of the tensor that follows those of a group, and a path for outcomes: int64, xxh3 of each."""
+"""Name, with a path for outcomes, of the tensor after those of a group: int64, xxh3 of each."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
