@@ -34,7 +34,9 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     from omegaconf import OmegaConf
 
     keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
-    found = settings_of(keys, adapter=FRAMEWORK)
+    sharded = str(config.actor_rollout_ref.actor.strategy).startswith("fsdp")
+    defaults = {"constraints": {"max_pp": 1}} if sharded else None  # FSDP has no pipeline stages
+    found = settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
     if found is None:
         return trainer(config, *args, **kwargs)
     settings = found
