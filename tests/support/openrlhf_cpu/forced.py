@@ -1,6 +1,6 @@
 """Forces transitions on a job under test, and looks behind the adapter before and after each.
 
-`OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of indices into
+`OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of indices in
 the devices that the stage began on; a unit of several devices is tensor-parallel. What was seen
 goes to `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step ->
 names of faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between
