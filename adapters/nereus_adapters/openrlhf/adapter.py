@@ -121,8 +121,9 @@ class OpenRLHFAdapter:
                     yield Boundary(held, self._running.signals.step + 1)
                 finally:
                     # What keeps the job from being linked is raised by what went wrong before.
-                    with suppress(NereusError):
-                        self._linking.link()
+                    if not self._linking.broken:
+                        with suppress(NereusError):
+                            self._linking.link()
         finally:
             self._running.gate.open()
 

@@ -36,8 +36,14 @@ class Linking:
         self._parked: dict[ModelStage, Parked] = {}
         self._changed: set[ModelStage] = set()
         self._linked = running.alive
+        self._broken_by: Exception | None = None
         self.resting = UnitMap()
         """Units that ended and that others may still be made from, until the job is linked."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the way back has failed: what is parked is all there is of the job's state."""
+        return self._broken_by is not None
 
     def parked(self, stage: ModelStage) -> Parked | None:
         """Return what a stage has left in host memory; None while its group stands."""
@@ -75,6 +81,8 @@ class Linking:
         """
         if not self._changed:
             return 0
+        if self._broken_by is not None:  # somebody tries again what could not be built before
+            self._back(self._broken_by, anew=True)
         try:
             refuse_indivisible(self._running, self._job)
         except Infeasible as error:
@@ -125,7 +133,7 @@ class Linking:
                 self._end_processes()
             self._build(self._changed)
         except FAILURES as error:
-            self._forget()  # nothing is left to build it from: the job cannot step
+            self._broken_by = error
             raise TransitionFailed("the way back", error, intact=()) from cause
         self._forget()
         raise TransitionFailed("linking", cause, intact=intact, rolled_back=True) from cause
@@ -150,4 +158,5 @@ class Linking:
     def _forget(self) -> None:
         self._parked.clear()
         self._changed.clear()
+        self._broken_by = None
         self.resting = UnitMap()
