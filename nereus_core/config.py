@@ -57,6 +57,8 @@ class ConstraintsConfig(_Section):
     max_pp: int | None = Field(None, ge=1)
     colocate: tuple[tuple[str, ...], ...] = ()
     """Groups of model-stages that must share their devices, e.g. [["actor/train", "ref/infer"]]."""
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Groups of model-stages no two of which may share a device."""
     pin: Mapping[str, str] = Field(default_factory=dict)
     """Model-stage -> layout that must not change, e.g. {"ref/infer": "tp1pp1"}."""
     min_dp: Mapping[str, int] = Field(default_factory=dict)

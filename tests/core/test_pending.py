@@ -1,4 +1,4 @@
-"""A transition left unfinished shows in `nereus explain` and `nereus doctor`, read from its journal."""
+"""A transition left unfinished shows in `nereus explain` and `doctor`, read from its journal."""
 
 import json
 from contextlib import closing

@@ -60,7 +60,8 @@ class Seat:
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._shared = open_store(settings.store, settings.connect_s)
+        self._secret = bytes.fromhex(settings.secret)
+        self._shared = open_store(settings.store, settings.connect_s, self._secret)
         self.store: torch.distributed.Store = self._shared
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
@@ -229,6 +230,7 @@ class Seat:
             num_units=num_units,
             device=self.device,
             timeout_s=timeout_s,
+            secret=self._secret,
         )
         self._groups[unit] = groups
         shard.link(groups)
@@ -246,7 +248,7 @@ class Seat:
 
     def join_lane(self, name: str, ways: Ways) -> None:
         """Learn how weights cross on a lane."""
-        self._lanes[name].join(ways, self.store)
+        self._lanes[name].join(ways, self.store, self._secret)
 
     def close_lane(self, name: str) -> None:
         """End a lane."""
@@ -267,7 +269,7 @@ class Seat:
     def transfer(self, op: str, ways: Ways) -> Digests:
         """Second phase: state crosses."""
         try:
-            self._transfers[op].meet(ways, self.store)
+            self._transfers[op].meet(ways, self.store, self._secret)
             # After the meeting: a seat that fails here breaks the group, so that no peer waits.
             self.faults.at("transfer")
             return self._transfers[op].transfer(ways, self.faults.spoils)

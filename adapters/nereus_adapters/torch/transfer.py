@@ -91,7 +91,7 @@ class Transfer:
         else:
             self._accountant.drop(tensor.nbytes)
 
-    def meet(self, ways: Ways, store: torch.distributed.Store) -> None:
+    def meet(self, ways: Ways, store: torch.distributed.Store, secret: bytes) -> None:
         """Look whether neighbors can be read; join the group of those that exchange messages.
 
         Raises:
@@ -103,7 +103,13 @@ class Transfer:
         meeting = ways.meeting
         if meeting is not None:
             self._group = make_group(
-                store, meeting.name, meeting.rank, meeting.size, self._device, meeting.timeout_s
+                store,
+                meeting.name,
+                meeting.rank,
+                meeting.size,
+                self._device,
+                meeting.timeout_s,
+                secret,
             )
 
     def transfer(self, ways: Ways, spoils: Spoils = lambda: False) -> Digests:

@@ -30,6 +30,8 @@ class SeatSettings:
     """Of torch, inside the seat."""
     store: str
     """Address of the store on which seats find one another, see `store.open_store`."""
+    secret: str
+    """Of the job's groups and store, in hexadecimal: what its seats prove to one another."""
     connect_s: float
     """Longest wait for the store."""
 

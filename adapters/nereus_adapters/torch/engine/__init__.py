@@ -2,9 +2,8 @@
 
 from nereus_adapters.torch.engine.checkpoint import export_model
 from nereus_adapters.torch.engine.digest import combine, digest_box
+from nereus_adapters.torch.engine.group import Group, PeerLost
 from nereus_adapters.torch.engine.groups import (
-    Group,
-    PeerLost,
     UnitGroups,
     make_group,
     make_unit_groups,
