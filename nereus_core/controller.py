@@ -19,6 +19,7 @@ from nereus_core.deciding import Decided, asked_for, decide
 from nereus_core.errors import BoundaryTimeout, TransitionFailed, UnitLost
 from nereus_core.events import EventLog, Recovered, RunFinished, RunStarted
 from nereus_core.knowledge import Knowledge
+from nereus_core.observation import TokenStats
 from nereus_core.outlook import Outlook
 from nereus_core.plan import Plan
 from nereus_core.planner import Constraints
@@ -162,6 +163,30 @@ class Controller:
         if wake is None or self._config.mode == "observe":
             return None
         found = self._decide(wake, begin_s)
+        if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
+            self._act(found)
+        return found.decision
+
+    def before_training(self, prompt: TokenStats, response: TokenStats) -> Decision | None:
+        """Change the plan at once where a batch that was just sampled would not fit in memory.
+
+        Called, where a framework has such a moment, when generation of a step is done and its real
+        lengths are known, before any of it is trained on. Nothing opportunistic is decided here.
+
+        Args:
+            prompt: Tokens of the batch's prompts.
+            response: Tokens of its responses.
+
+        Raises:
+            StateLost, NoFeasiblePlan, TransitionFailed: as `at_boundary` does.
+        """
+        begin_s = time.perf_counter()
+        if self._config.mode == "observe":
+            return None
+        why = self._outlook.sampled(prompt, response)
+        if why is None:
+            return None
+        found = self._decide(Wake(Trigger.MEMORY, f"the batch just sampled: {why}"), begin_s)
         if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
             self._act(found)
         return found.decision

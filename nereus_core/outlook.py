@@ -10,6 +10,7 @@ from nereus_core.cluster import Device
 from nereus_core.errors import NereusError
 from nereus_core.events import EventLog
 from nereus_core.knowledge import Knowledge
+from nereus_core.observation import TokenStats
 from nereus_core.records import devices_changed, input_ignored, step_observed, supply
 from nereus_core.sane import sane
 from nereus_core.situation import Situation
@@ -63,6 +64,25 @@ class Outlook:
             )
         )
         return wake
+
+    def sampled(self, prompt: TokenStats, response: TokenStats) -> str | None:
+        """Look at the plan with the lengths of a batch that is about to be trained on.
+
+        Returns why it does not fit in memory; None where it does, and nothing is remembered then:
+        the step will report its lengths itself.
+        """
+        if not response.count:
+            return None
+        known = self.known.sampled(prompt, response)
+        now = replace(self.now, memory_problem=self._memory_problem(known))
+        if now.memory_problem is not None:
+            self.known, self.now = known, now
+        return now.memory_problem
+
+    def _memory_problem(self, known: Knowledge) -> str | None:
+        if self.now.problem is not None:  # what runs cannot be priced
+            return None
+        return known.cost.on(self.now.job).memory_problem(self.now.plan, known.lengths)
 
     def after_failure(self, graph: TransitionGraph, failure: NereusError, *, linked: bool) -> None:
         """Look again after a transition that failed; units that are not linked cannot step."""

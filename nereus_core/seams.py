@@ -6,6 +6,7 @@ Nothing is imported: a framework whose import needs an accelerator can be checke
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -43,9 +44,14 @@ def source_of(module: str) -> Path | None:
         spec = PathFinder.find_spec(".".join(parts[:depth]), search)
         if spec is None:
             return None
-        search = spec.submodule_search_locations
         if depth == len(parts):
             return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+        if spec.loader is None:
+            # A folder without __init__.py: its own search path would ask for imported parents.
+            places = [Path(place) / parts[depth - 1] for place in search or sys.path]
+            search = [str(place) for place in places if place.is_dir()]
+        else:
+            search = spec.submodule_search_locations
         if search is None:
             return None
     return None

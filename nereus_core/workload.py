@@ -186,8 +186,9 @@ class Job:
     together: tuple[frozenset[ModelStage], ...] = ()
     """Model-stages that live in the same processes: they hold the same devices, all of them."""
     device_batch: int | None = None
-    """Sequences that a framework shares out by device where others do by unit, so that the devices
-    of every stage but generation must divide them; None where it does not."""
+    """Sequences that a framework shares out by device where others do by unit (FSDP): the devices
+    of every stage but generation must divide them, and each computes its own with the whole model's
+    activations, ``micro_batch`` at a time; None where it does not."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""

@@ -17,7 +17,7 @@ def tightest(space: Space) -> str:
     choice that needs least of each; that is where one would have to save.
     """
     nearest: tuple[int, str] | None = None
-    for blocks in partitions(len(space.stages), space.together):
+    for blocks in partitions(len(space.stages), space.together, space.apart):
         plan = _smallest(space, blocks)
         if plan is None:
             continue

@@ -159,6 +159,14 @@ class Space:
             for group in (*self.constraints.colocate, *self.cost.job.together)
         )
 
+    @property
+    def apart(self) -> tuple[frozenset[int], ...]:
+        """Stages no two of which may share devices, by index."""
+        index = {stage: i for i, stage in enumerate(self.stages)}
+        return tuple(
+            frozenset(index[s] for s in group if s in index) for group in self.constraints.apart
+        )
+
     def objective(self, level_s: FloatArray, group_s: FloatArray) -> FloatArray:
         """Seconds of a step from the longest seconds per level and of any one group.
 

@@ -2,7 +2,9 @@
 
 The boundary is the entry of ``on_step_end``: training of the step is done and the weights have not
 yet gone to the rollout, so that units made there are served new weights by verl's own next
-synchronization. ``nereus/*`` figures join the step's metrics and reach whatever loggers the job
+synchronization. A second one is ``_balance_batch``: the batch has been sampled and its lengths are
+known, nothing of it has been trained on; a plan that would not hold it is changed there and then.
+``nereus/*`` figures join the step's metrics and reach whatever loggers the job
 has.
 """
 
@@ -59,6 +61,16 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
         def step(self, *args: Any, **kwargs: Any) -> Any:
             with self._limited("verl's step", settings.timeouts.step_s):
                 return super().step(*args, **kwargs)
+
+        def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._nereus is not None:
+                tags = [tag for tag in batch.tags if not tag.get("is_padding", False)]
+                prompt, response = (
+                    [int(tag[key]) for tag in tags if key in tag]
+                    for key in ("prompt_len", "response_len")
+                )
+                self._nereus.before_training(prompt, response)
+            return super()._balance_batch(batch, *args, **kwargs)
 
         def on_step_end(self) -> Any:
             if self._nereus is not None:

@@ -1,6 +1,8 @@
 """OpenRLHF: one real `train_ppo_ray` job without Nereus, watched by it, and changed by it, in turn.
 
-On this machine's CPU, with a tiny model: what counts are ratios within one run. The first step of a
+Sampling is all but greedy, so that the jobs see the same responses as long as bfloat16 breaks no
+tie another way, and gradient norms can be compared: the watched job is a second fixed one. It runs
+on this machine's CPU with a tiny model: what counts are ratios within one run. The first step of a
 job, in which engines warm up, is left out. A transition's seconds are those for which the job was
 held; the changed job goes engines 2xTP1 -> 1xTP2 -> 2xTP1 and actor 2 -> 1 -> 2 ranks.
 
@@ -21,7 +23,14 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # openrlhf_job
 
-JOB = {"vllm__num_engines": 2, "actor__num_gpus_per_node": 2, "algo__kl__init_coef": 0}
+JOB = {
+    "vllm__num_engines": 2,
+    "actor__num_gpus_per_node": 2,
+    "algo__advantage__estimator": "reinforce",
+    "algo__kl__init_coef": 0,
+    "algo__kl__use_loss": False,
+    "rollout__top_p": 1e-6,
+}
 FORCE = {
     "2": {"actor/train": [[2]]},
     "3": {"actor/train": [[2], [3]]},
@@ -56,8 +65,9 @@ def measured(steps: int) -> dict[str, Any]:
         from openrlhf_job import make_assets
 
         assets = make_assets(folder / "assets", prompts=8 * steps)
-        fixed = _step_s(_run(assets, folder / "fixed", steps, None))
-        watched = _step_s(_run(assets, folder / "watched", steps, "observe"))
+        plain = _run(assets, folder / "fixed", steps, None)
+        seen = _run(assets, folder / "watched", steps, "observe")
+        fixed, watched = _step_s(plain), _step_s(seen)
         changed = _run(assets, folder / "changed", steps, "adapt")
         held = _events(folder / "changed", "TransitionFinished")
         finished = _events(folder / "changed", "RunFinished")[0]
@@ -74,6 +84,8 @@ def measured(steps: int) -> dict[str, Any]:
         "engine_transition_s": statistics.mean(event["elapsed_s"] for event in held[2:]),
         "group_transition_steps": statistics.mean(e["elapsed_s"] for e in held[:2]) / fixed,
         "part_of_run_in_transitions": changing_s / finished["elapsed_s"],
+        "grad_norm_gap_of_two_fixed_jobs": _gap(plain, seen),
+        "grad_norm_gap_of_the_changed_job": _gap(plain, changed),
         "moved_bytes": sum(event["moved_bytes"] for event in held),
     }
 
@@ -100,6 +112,13 @@ def _run(assets: Path, folder: Path, steps: int, mode: str | None) -> Any:
 def _step_s(ran: Any) -> float:
     """Median seconds of a step, the first left out."""
     return statistics.median(step["timing/step_total"] for step in ran.steps()[1:])
+
+
+def _gap(one: Any, other: Any) -> float:
+    """Largest relative difference of the actor's gradient norm in any step."""
+    pairs = zip(one.steps(), other.steps(), strict=True)
+    norms = [(a["actor_grad_norm"], b["actor_grad_norm"]) for a, b in pairs]
+    return max(abs(a - b) / a for a, b in norms)
 
 
 def _events(folder: Path, kind: str) -> list[dict[str, Any]]:

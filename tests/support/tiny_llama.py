@@ -1,12 +1,12 @@
 """A tiny Llama in float32 whose weights can be changed, published, and asked for greedy tokens."""
 
 import os
-from itertools import count
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nereus_adapters.rollout.segment import PREFIX, Segment
+from nereus_adapters.rollout.segment import FOLDER, remove
+from nereus_adapters.rollout.store import segment_name
 from nereus_adapters.rollout.weights import Published, assign, publish
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
@@ -39,8 +39,7 @@ class TinyLlama:
         own = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
         self.model = LlamaForCausalLM(LlamaConfig(**own)).float().eval()
         self.version = 0
-        self._serials = count()
-        self._segments: list[Segment] = []
+        self._segments: set[str] = set()
         self.train()
 
     def train(self):
@@ -79,18 +78,20 @@ class TinyLlama:
             return arrays[name][tuple(map(slice, box.offset, box.end))]
 
         pieces = []
-        for device, cells in assign(self.spec, holders, max_devices).items():
-            name = f"{PREFIX}tiny-{os.getpid()}-{next(self._serials)}-{device.index}"
-            segment, own = publish(name, cells, read)
-            self._segments.append(segment)
-            pieces += own
-        return Published(self.version, self.spec, "float32", tuple(pieces))
-
-    def segment(self, name):
-        """Return what was published under a name, to be spoiled."""
-        return next(s for s in self._segments if s.name == name)
+        for cells in assign(self.spec, holders, max_devices).values():
+            pieces += publish(segment_name(os.getpid(), self.version), cells, read)
+        found = Published(self.version, self.spec, "float32", tuple(pieces))
+        self._segments |= found.segments
+        return found
 
     def close(self):
-        for segment in self._segments:
-            segment.remove()
-            segment.close()
+        remove(self._segments)
+
+
+def flip(piece):
+    """Change a byte of what was published; once more, and it is as it was."""
+    with (FOLDER / piece.segment).open("r+b") as content:
+        content.seek(piece.offset)
+        byte = content.read(1)
+        content.seek(piece.offset)
+        content.write(bytes([byte[0] ^ 0x55]))

@@ -81,11 +81,13 @@ class Linking:
         return taken
 
     def _build(self, stages: Collection[ModelStage]) -> int:
-        taken = 0
+        taken, weights = 0, not set(stages).isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN))
+        if weights:
+            engines.start_missing(self._running)  # they load while groups are built
         for stage in sorted(set(stages) - {ACTOR_GENERATE}):
             taken += groups.seat(self._running, stage, self._parked[stage])
-        if not set(stages).isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
-            engines.bring_up(self._running)
+        if weights:
+            engines.await_all(self._running)
             engines.tie(self._running)
         self._publish()
         return taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nereus_adapters.verl.facts import WorkerFacts
@@ -65,12 +66,11 @@ def job_of(
         max_prompt_tokens=prompt,
         max_response_tokens=response,
         precision=_precision(engines["actor"].params_dtype, actor),
-        micro_batch=_micro_batch(actor, prompt + response) * engines["actor"].shard_size,
+        micro_batch=_micro_batch(actor, prompt + response),
         num_steps=int(trainer.total_training_steps),
         recompute="full"
         if config.actor_rollout_ref.model.get("enable_gradient_checkpointing", False)
         else "none",
-        sequence_parallel=True,
         together=(frozenset(_workload(trainer).stages),) if hybrid else (),
         device_batch=math.gcd(int(config.data.train_batch_size), _mini_batch(config))
         * int(rollout.n),
@@ -124,6 +124,8 @@ def _precision(params_dtype: str, actor: Any) -> Precision:
 def _cluster(facts: WorkerFacts, devices: Sequence[Device], settings: VerlSettings) -> Cluster:
     spec = device_spec(facts, settings.device_spec)
     on_cpu = spec is CPU_SEAT
+    if settings.device_memory_bytes is not None:
+        spec = replace(spec, memory_bytes=settings.device_memory_bytes)
     return Cluster(
         tuple(devices),
         spec,

@@ -63,6 +63,8 @@ class Rollouts:
 
         async def up() -> None:
             await replica.launch_servers()
+            if self._trainer.trainer_mode != "sync":  # verl opens all of them after the next sync
+                await replica.abort_all_requests()
             await replica.sleep()
 
         try:

@@ -27,11 +27,11 @@ def engines(llama):
 
 @pytest.fixture
 def start(engines):
-    """Start engines: ``start("a", tp=2)``; they are closed after the test."""
+    """Start engines: ``start("a", Layout(2, 1))``; they are closed after the test."""
     started = []
 
-    def begin(name, tp=1, first=0, factory=engines):
-        engine = factory.create(name, Layout(tp, 1), DEVICES[first : first + tp])
+    def begin(name, layout=Layout(1, 1), first=0, factory=engines):  # noqa: B008  (a value)
+        engine = factory.create(name, layout, DEVICES[first : first + layout.num_devices])
         started.append(engine)
         return engine
 

@@ -4,9 +4,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_llama import flip
 
 from nereus_adapters.rollout.ports import EngineError, EngineLost, Finish, Prompt, Sampling
 from nereus_adapters.rollout.sglang.factory import SglangEngines
+from nereus_adapters.rollout.weights import GarbledWeights
 from nereus_core.layout import Layout
 
 pytestmark = pytest.mark.real
@@ -37,14 +39,12 @@ def begun(engine, name, tokens, count, at_least=3):
     return future
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_greedy_tokens_are_hugging_faces_before_and_after_each_update(start, llama, tp):
-    engine = start(f"equal{tp}", tp)
+@pytest.mark.parametrize("layout", ["tp1pp1", "tp2pp1", "tp1pp2", "tp2pp2"])
+def test_greedy_tokens_are_hugging_faces_before_and_after_each_update(start, llama, layout):
+    engine = start(layout, Layout.parse(layout))
     for trainer in (Layout(1, 1), Layout(2, 1), Layout(1, 2)):
         llama.train()
-        engine.update_weights(
-            llama.version, llama.publish(trainer).manifest(engine.layout)
-        )
+        engine.update_weights(llama.version, llama.publish(trainer).manifest(engine.layout))
         for tokens, found in zip(PROMPTS, respond(engine), strict=True):
             assert found.tokens == llama.greedy(tokens, 12)
             assert found.finish is Finish.LENGTH
@@ -64,7 +64,7 @@ def test_a_response_ends_with_the_token_that_stops_it_and_with_no_other(start, l
 
 
 def test_interrupted_responses_go_on_with_no_token_lost_or_repeated(start, llama):
-    first, second = start("first"), start("second", 2, first=1)
+    first, second = start("first"), start("second", Layout(2, 1), first=1)
     weights = llama.publish()
     for engine in (first, second):
         engine.update_weights(llama.version, weights.manifest(engine.layout))
@@ -95,33 +95,33 @@ def test_an_engine_without_weights_refuses_prompts(start):
         start("empty").submit(prompt("p", (1,), 1)).result(10)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_weights_changed_on_their_way_are_refused_and_others_serve_on(start, llama, tp):
-    victim, other = start("victim", tp), start("other", first=2)
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)
+def test_weights_changed_on_their_way_are_refused_and_others_serve_on(start, llama, layout):
+    victim, other = start("victim", layout), start("other", first=2)
     llama.train()
     weights = llama.publish()
     other.update_weights(llama.version, weights.manifest(other.layout))
     # The last rank's last piece: rank 0, which answers, sees nothing wrong.
     piece = weights.manifest(victim.layout).ranks[-1][-1]
-    llama.segment(piece.segment).view(piece.offset, 1)[0] ^= 1
+    flip(piece)
     try:
-        with pytest.raises(EngineError, match="digest"):
+        with pytest.raises(GarbledWeights, match="digest"):
             victim.update_weights(llama.version, weights.manifest(victim.layout))
     finally:
-        llama.segment(piece.segment).view(piece.offset, 1)[0] ^= 1
+        flip(piece)
     assert victim.version is None
     with pytest.raises(EngineError, match="no weights"):
         victim.submit(prompt("p", (1,), 1)).result(10)
     assert respond(other)[0].tokens == llama.greedy(PROMPTS[0], 12)
     victim.close()
-    rebuilt = start("rebuilt", tp)
+    rebuilt = start("rebuilt", layout)
     rebuilt.update_weights(llama.version, weights.manifest(rebuilt.layout))
     assert respond(rebuilt)[0].tokens == llama.greedy(PROMPTS[0], 12)
 
 
 @pytest.mark.parametrize("who", ["engine process", "last rank"])
 def test_a_killed_engine_leaves_the_tokens_it_drew_and_they_go_on_elsewhere(start, llama, who):
-    victim, other = start("killed", 2), start("heir", first=2)
+    victim, other = start("killed", Layout(2, 1)), start("heir", first=2)
     weights = llama.publish()
     for engine in (victim, other):
         engine.update_weights(llama.version, weights.manifest(engine.layout))
@@ -171,7 +171,7 @@ def test_a_full_cache_puts_requests_back_and_every_token_comes(engines, llama, s
 
 def test_closed_engines_leave_no_process_and_nothing_in_shared_memory(start, llama):
     left = {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("sgl", "sem."))}
-    engine = start("leaves", 2)
+    engine = start("leaves", Layout(2, 1))
     engine.update_weights(llama.version, llama.publish().manifest(engine.layout))
     future = begun(engine, "long", PROMPTS[0], 100)
     pids = (engine.pid, *engine.pids)
@@ -184,11 +184,11 @@ def test_closed_engines_leave_no_process_and_nothing_in_shared_memory(start, lla
 
 def test_an_engine_that_cannot_come_up_says_why(engines, llama):
     here = tuple(sorted(engines.healthy))
-    with pytest.raises(EngineError, match="pipeline"):
-        engines.create("staged", Layout(1, 2), here[:2])
+    with pytest.raises(EngineError, match="4 kv heads are not a multiple of tp=3"):
+        engines.create("odd", Layout(3, 1), here[:3])
     wrong = SglangEngines(
         llama.config, here, arguments={"attention_backend": "flashinfer"}, pool=engines.pool
     )
-    with pytest.raises(EngineError, match="(?s)failed to come up.*flashinfer"):
+    with pytest.raises(EngineError, match=r"(?s)failed to come up.*flashinfer"):
         wrong.create("wrong", Layout(1, 1), here[:1])
     wrong.close()

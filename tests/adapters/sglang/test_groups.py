@@ -6,6 +6,7 @@ from nereus_adapters.rollout.ports import EngineError, Prompt, Sampling
 from nereus_adapters.rollout.sglang.groups import WeightGroups
 from nereus_adapters.rollout.sglang.sending import Sender
 from nereus_core.errors import WaitTimeout
+from nereus_core.layout import Layout
 
 pytestmark = pytest.mark.real
 
@@ -25,7 +26,7 @@ def greedy(engine, tokens=(5, 6, 7)):
 
 
 def test_engines_receive_from_every_pipeline_stage_again_and_again(start, llama):
-    engines = [start("one"), start("two", 2, first=1)]
+    engines = [start("one"), start("two", Layout(2, 1), first=1)]
     groups = WeightGroups(timeout_s=60)
     formed = groups.form(stages(llama), engines)
     for _ in range(2):
@@ -77,7 +78,7 @@ class Absent(Sender):
 def test_a_member_that_does_not_come_is_named(start, llama):
     engine = start("waits")
     groups = WeightGroups(timeout_s=3)
-    with pytest.raises(WaitTimeout, match="engine waits.* to join weight group"):
+    with pytest.raises(WaitTimeout, match=r"engine waits.* to join weight group"):
         groups.form([Absent("away", llama.tensors)], [engine])
 
 
@@ -101,7 +102,7 @@ class Garbling(Sender):
 
 
 def test_weights_that_change_on_their_way_are_refused(start, llama):
-    engine = start("garbled", 2)
+    engine = start("garbled", Layout(2, 1))
     groups = WeightGroups(timeout_s=60)
     formed = groups.form([Garbling("trainer", llama.tensors)], [engine])
     with pytest.raises(EngineError, match="digest"):

@@ -1,4 +1,4 @@
-"""Real ``python -m verl.trainer.main_ppo`` jobs on CPU, each run once for all tests that read it."""
+"""Real ``python -m verl.trainer.main_ppo`` jobs on CPU, each run once for all its tests."""
 
 import json
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Real `train_ppo_ray` jobs that change while they run.
 
 Every transition is looked at from behind the adapter: tensors gathered by DeepSpeed's own means,
-before and after; the driver's final save; losses beside those of a job that never changed.
+before and after; what engines generate; the driver's final save.
 """
 
 import json
@@ -18,7 +18,7 @@ TIE = 0.06
 are below 4, where neighbors are 0.016 apart, and two computations differ by a few of those."""
 
 
-def adapt(assets, folder, force, faults=None, call_s=60, **changes):
+def adapt(assets, folder, force, faults=None, call_s=240, ends="done", **changes):
     """Run a job with these transitions; returns it, what was seen of them, and its events."""
     words = ["--nereus.enable", "--nereus.mode=adapt", "--nereus.policy.admission=never",
              f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}"]  # fmt: skip
@@ -30,13 +30,13 @@ def adapt(assets, folder, force, faults=None, call_s=60, **changes):
         "OPENRLHF_TEST_GROUP_S": str(call_s),
     }
     words += openrlhf_job.flags(assets, folder, **changes)
-    ran = openrlhf_job.run(words, folder, more=more, timeout_s=420)
-    assert ran.code == 0, ran.output[-6000:]
+    ran = openrlhf_job.run(words, folder, more=more)
+    assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
     found = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [one["step"] for one in found] == [int(step) for step in force]
     events = [event for event, _ in read_events(folder / "run" / "events.jsonl")]
     assert isinstance(events[-1], RunFinished)
-    assert events[-1].outcome == "done"
+    assert events[-1].outcome.startswith(ends)
     return ran, found, events
 
 
@@ -80,38 +80,39 @@ def require_saved(folder, count=27):
     assert len(load_file(path)) == count
 
 
-PPO = {
-    "algo__advantage__estimator": "gae",
-    "algo__kl__use_loss": False,
-    "algo__kl__estimator": "k1",
-    "rollout__top_p": 1e-6,  # so that every run samples the same
-    "vllm__num_engines": 2,
-    "actor__num_gpus_per_node": 2,
-    "critic__num_gpus_per_node": 2,
-    "ref__num_gpus_per_node": 2,
-    "data__max_samples": 40,
-}
+def require_steps_fell_due(ran, records):
+    """Every RL step was one optimizer step, also after the accumulation changed.
+
+    A digest proves state, not trajectory: counted on from the old accumulation, a step would fall
+    due in the middle of a batch, and gradients of two batches would mix.
+    """
+    assert [step["step"] for step in ran.steps()] == [1.0 + n for n in range(len(ran.steps()))]
+    for record in records:
+        for stage, state in record["before"]["at"].items():
+            assert state["global_steps"] == record["step"], stage
+            assert state["steps"] == [record["step"]], stage
 
 
-def test_ppo_changes_engines_actor_critic_and_reference_and_trains_on(assets, tmp_path):
-    fixed = openrlhf_job.run(
-        openrlhf_job.flags(assets, tmp_path / "fixed", **PPO), tmp_path / "fixed"
-    )
-    assert fixed.code == 0, fixed.output[-4000:]
-    assert "[nereus]" not in fixed.output  # without the switch it is OpenRLHF and nothing else
+def test_ppo_changes_engines_actor_and_critic_and_trains_on(assets, tmp_path):
     ran, (one, two, three, four), events = adapt(
         assets,
-        tmp_path / "adapted",
+        tmp_path,
         {
-            "1": {"actor/generate": [[0, 1]], "critic/train": [[6]]},
-            "2": {"actor/train": [[2]], "ref/infer": [[4]]},
+            "1": {"actor/generate": [[0, 1]], "critic/train": [[5]]},
+            "2": {"actor/train": [[2]]},
             "3": {"actor/generate": [[0], [1]], "actor/train": [[2, 3]]},
-            "4": {"critic/train": [[6], [7]], "actor/train": [[2], [3]], "ref/infer": [[4], [5]]},
+            "4": {"critic/train": [[5], [6]], "actor/train": [[2], [3]]},
         },
-        **PPO,
+        algo__advantage__estimator="gae",
+        algo__kl__use_loss=False,
+        algo__kl__estimator="k1",
+        vllm__num_engines=2,
+        actor__num_gpus_per_node=2,
+        critic__num_gpus_per_node=2,
+        data__max_samples=40,
     )
     assert (layouts(one, "actor/generate"), layouts(one, "critic/train")) == ([2], [1])
-    assert (layouts(two, "actor/train"), layouts(two, "ref/infer")) == ([1], [1])
+    assert layouts(two, "actor/train") == [1]
     assert (layouts(three, "actor/generate"), layouts(three, "actor/train")) == ([1, 1], [2])
     assert (layouts(four, "critic/train"), layouts(four, "actor/train")) == ([1, 1], [1, 1])
     for record in (one, two, three, four):
@@ -119,25 +120,20 @@ def test_ppo_changes_engines_actor_critic_and_reference_and_trains_on(assets, tm
         require_same_tokens(record)
     done = [event for event in events if isinstance(event, TransitionFinished)]
     assert [event.outcome for event in done] == ["done"] * 4
-    require_saved(tmp_path / "adapted")
-    # A digest proves state, not trajectory: gradients of two batches that mix, or are dropped, show
-    # in the norms of the steps that follow.
-    steps, expected = ran.steps(), fixed.steps()
-    assert len(steps) == len(expected) == 5
-    for now, then in zip(steps, expected, strict=True):
-        assert abs(now["vllm_kl"]) < 2e-3
-        for name in ("actor_grad_norm", "critic_grad_norm", "critic_loss"):
-            assert now[name] == pytest.approx(then[name], rel=0.1), (now["step"], name)
-        for name in ("actor_lr", "critic_lr"):
-            assert now[name] == pytest.approx(then[name], rel=1e-6)
+    require_steps_fell_due(ran, (one, two, three, four))
+    # what engines generate is what the actor would: at every step, whatever the layouts
+    assert all(abs(step["vllm_kl"]) < 2e-3 for step in ran.steps())
+    require_saved(tmp_path)
 
 
 def test_grpo_on_zero3_changes_the_number_of_its_ranks(assets, tmp_path):
-    _, (one, two), _ = adapt(
+    ran, (one, two), _ = adapt(
         assets,
         tmp_path,
         {"1": {"actor/train": [[1]]}, "2": {"actor/train": [[2], [1]]}},
         ds__zero_stage=3,
+        algo__kl__init_coef=0,
+        algo__kl__use_loss=False,
         actor__num_gpus_per_node=2,
         data__max_samples=24,
     )
@@ -145,6 +141,7 @@ def test_grpo_on_zero3_changes_the_number_of_its_ranks(assets, tmp_path):
     for record in (one, two):
         require_same_state(record)
         require_same_tokens(record)
+    require_steps_fell_due(ran, (one, two))
     require_saved(tmp_path)
 
 
@@ -157,6 +154,8 @@ def test_an_asynchronous_job_generates_on_its_new_engines(assets, tmp_path):
             "2": {"actor/generate": [[0], [1]]},
         },
         train__async_enable=True,
+        algo__kl__init_coef=0,
+        algo__kl__use_loss=False,
         vllm__num_engines=2,
         actor__num_gpus_per_node=2,
         data__max_samples=40,
@@ -169,8 +168,8 @@ def test_an_asynchronous_job_generates_on_its_new_engines(assets, tmp_path):
     require_saved(tmp_path)
 
 
-def test_what_fails_while_a_job_changes_leaves_the_old_job(assets, tmp_path):
-    ran, (rank, engine, hung), _ = adapt(
+def test_what_fails_while_a_job_changes_leaves_the_old_job_and_what_dies_is_named(assets, tmp_path):
+    ran, (rank, engine, hung), events = adapt(
         assets,
         tmp_path,
         {
@@ -178,16 +177,26 @@ def test_what_fails_while_a_job_changes_leaves_the_old_job(assets, tmp_path):
             "2": {"actor/generate": [[0]]},
             "3": {"actor/generate": [[0]]},
         },
-        faults={"1": ["killed rank"], "2": ["killed engine"], "3": ["hung engine"]},
-        call_s=30,
+        faults={
+            "1": ["killed rank"],
+            "2": ["killed engine"],
+            "3": ["hung engine"],
+            "4": ["dead engine"],
+        },
+        call_s=60,
+        ends="failed: ",
+        algo__kl__init_coef=0,
+        algo__kl__use_loss=False,
         vllm__num_engines=2,
         actor__num_gpus_per_node=2,
-        data__max_samples=32,
+        data__max_samples=40,
     )
     for record in (rank, engine, hung):
         assert record["after"]["plan"] == record["before"]["plan"]
         require_same_state(record)
         require_same_tokens(record)
+    failed = [event for event in events if isinstance(event, TransitionFinished)]
+    assert len(failed) == 3
+    # an engine that dies between steps ends the job, with a name, instead of waiting for ever
     assert len(ran.steps()) == 4
-    assert "waited 30 s for the" in ran.output
-    require_saved(tmp_path)
+    assert "ActorDiedError" in events[-1].outcome

@@ -3,7 +3,7 @@
 `OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of device
 indices of the one node; a unit of several devices is tensor-parallel. What was seen goes to
 `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step -> names of
-faults (see FAULTS) that strike the transition of that step.
+faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between steps.
 """
 
 import hashlib
@@ -204,6 +204,12 @@ def _plan(session, wanted):
     return Plan(now)
 
 
+def ray_kill(handle):
+    import ray
+
+    ray.kill(handle)
+
+
 def _session(module):
     wanted = json.loads(os.environ["OPENRLHF_TEST_FORCE"])
     faults = json.loads(os.environ.get("OPENRLHF_TEST_FAULT", "{}"))
@@ -218,6 +224,8 @@ def _session(module):
         figures = original(self)
         step = self.controller._adapter._running.signals.step + 1
         if str(step) not in wanted:
+            if "dead engine" in faults.get(str(step), ()):
+                ray_kill(next(iter(self.controller._adapter._running.engines.values())))
             return figures
         before = _look(self)
         for fault in faults.get(str(step), ()):

@@ -9,7 +9,7 @@ import os
 from nereus_adapters.verl import rebuild, shards
 from nereus_core.errors import PrimitiveError
 
-FAULT = os.environ.get("VERL_CPU_FAULT", "")
+FAULTS = os.environ.get("VERL_CPU_FAULT", "").split(",")
 _send, _join = shards.send, rebuild.join
 
 
@@ -28,7 +28,7 @@ def refused_join(worker, *args):
     return _join(worker, *args)
 
 
-if FAULT == "kill-rank":
+if "kill-rank" in FAULTS:
     shards.send = killed_send
-if FAULT == "refuse-join":
+if "refuse-join" in FAULTS:
     rebuild.join = refused_join

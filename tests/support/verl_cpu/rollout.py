@@ -4,7 +4,8 @@
 What a request draws follows from its prompt, its name (the same in every run with
 ``rollout.full_determinism=True``) and the weights' version: not from which replica serves it, nor
 from what it is batched with. ``VERL_CPU_FAULT`` lets something go wrong in a step:
-``kill-server:2``, ``hang-sync:2``.
+``kill-server:2``, ``hang-sync:2``. ``VERL_CPU_LENGTHS=8,16,32`` cuts responses off at 8 tokens in
+the first step, at 16 in the second, and at the last of them from there on.
 """
 
 import asyncio
@@ -80,7 +81,7 @@ class HFServer:
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, *_ in batch])
         position = (mask.cumsum(-1) - 1).clamp(min=0)
         limits = [p.get("max_tokens") or self.response_length for _, p, *_ in batch]
-        limits = [min(n, int(os.environ.get("VERL_CPU_MAX_TOKENS", n))) for n in limits]
+        limits = [min(n, _longest(self.global_steps, n)) for n in limits]
         heat = torch.tensor([max(float(p.get("temperature", 1.0)), 0.0) for _, p, *_ in batch])
         draws = []
         for prompt, _, request, _ in batch:
@@ -150,9 +151,18 @@ class HFServer:
     start_profile = stop_profile = shutdown = nothing
 
 
+def _longest(step, otherwise):
+    """Tokens allowed in a step by a schedule that a test set."""
+    lengths = os.environ.get("VERL_CPU_LENGTHS")
+    if not lengths:
+        return otherwise
+    each = [int(n) for n in lengths.split(",")]
+    return each[min(step or 0, len(each) - 1)]
+
+
 def _faulty(kind, step):
     """Whether this is the moment at which a test wants something to go wrong."""
-    return os.environ.get("VERL_CPU_FAULT") == f"{kind}:{step}"
+    return f"{kind}:{step}" in os.environ.get("VERL_CPU_FAULT", "").split(",")
 
 
 def _server_name(replica_rank):

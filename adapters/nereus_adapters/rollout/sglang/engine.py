@@ -21,8 +21,10 @@ from nereus_adapters.rollout.ports import (
     Sampling,
     Span,
 )
+from nereus_adapters.rollout.sglang.calls import Call
+from nereus_adapters.rollout.sglang.loading import load
 from nereus_adapters.rollout.sglang.pool import Leased, StemPool
-from nereus_adapters.rollout.weights import Manifest
+from nereus_adapters.rollout.weights import GarbledWeights, Manifest
 from nereus_core.cluster import Device
 from nereus_core.errors import WaitTimeout
 from nereus_core.layout import Layout
@@ -41,9 +43,7 @@ class _Response:
 
     def ended(self, finish: Finish) -> Completion:
         spans = (Span(self.version, len(self.tokens)),) if self.tokens else ()
-        return Completion(
-            self.prompt.id, tuple(self.tokens), tuple(self.logprobs), spans, finish
-        )
+        return Completion(self.prompt.id, tuple(self.tokens), tuple(self.logprobs), spans, finish)
 
 
 class SglangEngine:
@@ -147,7 +147,7 @@ class SglangEngine:
     def update_weights(self, version: int, manifest: Manifest) -> None:
         """Let each rank read its pieces of a manifest."""
         self._version = None
-        self.call("load", manifest=pickle.dumps(manifest), timeout_s=self._wait_s)
+        self.call_ranks(Call(load, manifest))
         self._version = version
 
     def begin_receiving(self) -> None:
@@ -161,6 +161,11 @@ class SglangEngine:
         self._version = version
 
     # --- Looking ----------------------------------------------------------------------------------
+
+    def call_ranks(self, call: Call) -> list[Any]:
+        """Let every rank do something with its model while nothing is in flight."""
+        found: list[Any] = self.call("call_ranks", call=pickle.dumps(call), timeout_s=self._wait_s)
+        return found
 
     def signals(self) -> EngineSignals:
         """Return what was seen since the last call."""
@@ -238,7 +243,8 @@ class SglangEngine:
 
     def _on_failed(self, call_id: int, kind: str, text: str) -> None:
         method, future = self._calls.pop(call_id)
-        future.set_exception(EngineError(self.name, method, f"{kind}: {text}"))
+        error = EngineError(self.name, method, f"{kind}: {text}")
+        future.set_exception(_garbled(error) if kind == "Garbled" else error)
 
     def _taken(self, prompt_id: str) -> _Response:
         with self._lock:
@@ -255,6 +261,13 @@ class SglangEngine:
             future.set_exception(EngineLost(self.name, method, "its process ended"))
         if not self._ready.done():
             self._ready.set_exception(EngineLost(self.name, "come up", "its process ended"))
+
+
+def _garbled(error: EngineError) -> GarbledWeights:
+    """Return the error of a digest that differs, in a rank's words."""
+    found = GarbledWeights.__new__(GarbledWeights)
+    found.args = (str(error),)
+    return found
 
 
 def _sampling(wanted: Sampling) -> dict[str, Any]:

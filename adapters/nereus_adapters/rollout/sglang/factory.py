@@ -81,8 +81,8 @@ class SglangEngines:
         """Start an engine without weights."""
         heads = self._kv_heads
         if self._device == "cpu" and heads % layout.tp:
-            # SGLang 0.5.23 pads heads on a CPU (configs/update_config.py adjust_config_with_unaligned_
-            # cpu_tp) where it repeats them on CUDA: its ranks hold other heads than anywhere else.
+            # On a CPU, SGLang 0.5.23 pads heads (configs/update_config.py) where it repeats them on
+            # CUDA: its ranks hold other heads there than anywhere else.
             what = f"{heads} kv heads are not a multiple of tp={layout.tp}, as a CPU needs"
             raise EngineError(name, "come up", what)
         arguments = {**self._arguments, "tp_size": layout.tp, "pp_size": layout.pp}

@@ -16,6 +16,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -37,7 +38,8 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import MultiprocessingSerializer
 
-from nereus_adapters.rollout.sglang.loading import DIGESTS, LOAD, SAVE, outcome, run_rank
+from nereus_adapters.rollout.sglang.calls import Outcome, outcome_file
+from nereus_adapters.rollout.sglang.loading import CALL, DIGESTS, run_rank
 from nereus_adapters.rollout.sglang.meter import Meter
 from nereus_core.errors import NereusError, WaitTimeout
 
@@ -49,6 +51,10 @@ _LOOK_S = 0.05
 
 class Declined(NereusError):
     """The engine answered that it did not do what it was asked for."""
+
+
+class Garbled(NereusError):
+    """Weights arrived changed."""
 
 
 class _ForkingEngine(Engine):  # type: ignore[misc]  # sglang is not seen by mypy
@@ -205,11 +211,28 @@ class Host:
 
     # --- Weights ----------------------------------------------------------------------------------
 
-    async def load(self, manifest: bytes, timeout_s: float) -> None:
-        """Let every rank read its pieces of a manifest; raises Declined when one could not."""
+    async def call_ranks(self, call: bytes, timeout_s: float) -> list[object]:
+        """Let every rank do a `loading.Call`, within an update; return what each returned.
+
+        Raises:
+            Garbled: what a rank read has another digest than it was published with.
+            Declined: a rank could not do it.
+        """
+        ranks = range(self._engine.server_args.tp_size)
         with self._path() as path:
-            path.write_bytes(manifest)
-            await self._tell_ranks(LOAD, path, timeout_s)
+            path.write_bytes(call)
+            request = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[MultiprocessingSerializer.serialize([]) for _ in ranks],
+                load_format=f"{CALL}{path}",
+                flush_cache=False,
+            )
+            await self.begin_receiving()
+            try:
+                answer = await self._manager.update_weights_from_tensor(request, None)
+                _expect("update weights", answer)
+                return await self._outcomes(path, timeout_s)
+            finally:
+                await self.end_receiving()
 
     async def join(self, address: str, port: int, name: str, offset: int, size: int) -> None:
         """Join a group in which rank 0 holds weights and ranks from ``offset`` on are ours."""
@@ -269,41 +292,22 @@ class Host:
         """Make what was received what is served."""
         _expect("end an update", await self._manager.end_weight_update(_END, None))
 
-    async def _tell_ranks(self, what: str, path: Path, timeout_s: float) -> None:
-        """Hand a load format of `loading` to every rank, within an update without tensors."""
-        ranks = range(self._engine.server_args.tp_size)
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize([]) for _ in ranks],
-            load_format=f"{what}{path}",
-            flush_cache=False,
-        )
-        await self.begin_receiving()
-        try:
-            answer = await self._manager.update_weights_from_tensor(request, None)
-            _expect("update weights", answer)
-            await self._outcomes(path, timeout_s)
-        finally:
-            await self.end_receiving()
-
-    async def _outcomes(self, path: Path, timeout_s: float) -> None:
+    async def _outcomes(self, path: Path, timeout_s: float) -> list[object]:
         """Wait until every rank has said how it went."""
         arguments = self._engine.server_args
-        missing = {outcome(path, r): r for r in range(arguments.tp_size * arguments.pp_size)}
-        problems: list[str] = []
+        files = [outcome_file(path, r) for r in range(arguments.tp_size * arguments.pp_size)]
         deadline_s = time.monotonic() + timeout_s
-        while True:
-            for file in [file for file in missing if file.exists()]:
-                problems += filter(None, [file.read_text()])
-                file.unlink()
-                del missing[file]
-            if not missing:
-                break
+        while missing := [rank for rank, file in enumerate(files) if not file.exists()]:
             if time.monotonic() > deadline_s:
-                ranks = ", ".join(map(str, missing.values()))
+                ranks = ", ".join(map(str, missing))
                 raise WaitTimeout(f"rank {ranks} to say how its update went", timeout_s)
             await asyncio.sleep(_LOOK_S / 10)
-        if problems:
-            raise Declined("; ".join(problems))
+        found: list[Outcome] = [pickle.loads(file.read_bytes()) for file in files]
+        for file in files:
+            file.unlink()
+        if problem := "; ".join(o.problem for o in found if o.problem is not None):
+            raise Garbled(problem) if any(o.garbled for o in found) else Declined(problem)
+        return [o.value for o in found]
 
     @contextlib.contextmanager
     def _path(self) -> Iterator[Path]:
@@ -325,10 +329,6 @@ class Host:
     async def signals(self) -> dict[str, Any]:
         """Return what was seen since the last call."""
         return self._meter.take()
-
-    async def save(self, folder: str, timeout_s: float) -> None:
-        """Let every rank write its parameters into a folder."""
-        await self._tell_ranks(SAVE, Path(folder), timeout_s)
 
 
 _BEGIN, _END = BeginWeightUpdateReqInput(), EndWeightUpdateReqInput()

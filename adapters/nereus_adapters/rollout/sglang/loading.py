@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
 from nereus_adapters.rollout.segment import Segment
-from nereus_adapters.rollout.weights import Manifest, Piece
+from nereus_adapters.rollout.sglang.calls import Call, Outcome, outcome_file
+from nereus_adapters.rollout.weights import GarbledWeights, Manifest, Piece
 from nereus_core.state import Box
 
-LOAD, SAVE = "nereus-load:", "nereus-save:"
-"""Load formats of an update that carries no tensor; a path follows, and each rank opens it for
-itself: a file with a manifest to load, or a folder to save into."""
+CALL = "nereus-call:"
+"""Load format of an update that carries no tensor; the path of a file with a `Call` follows, which
+each rank opens for itself."""
 DIGESTS = "nereus-digests:"
-"""Name of the tensor that follows those of a group, and a path for outcomes: int64, xxh3 of each."""
+"""Name, with a path for outcomes, of the tensor after those of a group: int64, xxh3 of each."""
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -56,11 +56,14 @@ def _from_tensor(
     named_tensors: Any,
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    what = load_format or ""
-    for prefix, do in ((LOAD, load), (SAVE, save)):
-        if what.startswith(prefix):
-            path = Path(what.removeprefix(prefix))
-            return _told(path, lambda do=do: do(updater.get_model(), path, _rank()))  # type: ignore[misc]
+    if load_format is not None and load_format.startswith(CALL):
+        path = Path(load_format.removeprefix(CALL))
+
+        def do() -> object:
+            call: Call = pickle.loads(path.read_bytes())
+            return call.function(updater.get_model(), _rank(), call.argument)
+
+        return _told(path, do)
     return original(updater, named_tensors, load_format)
 
 
@@ -96,32 +99,26 @@ def _rank() -> int:
     return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
 
 
-def outcome(path: Path, rank: int) -> Path:
-    """Return the file in which a rank says how it went; empty when it went well."""
-    return path.with_name(f"{path.name}.rank{rank}")
-
-
-def _told(path: Path, do: Callable[[], None]) -> tuple[bool, str]:
+def _told(path: Path, do: Callable[[], object]) -> tuple[bool, str]:
     """Do it, and tell the host; SGLang is told that all is well, so that it goes on."""
-    problem = ""
     try:
-        do()
+        found = Outcome(do())
     except Exception as error:
         problem = f"rank {_rank()}: {type(error).__name__}: {error}"
-    file = outcome(path, _rank())
+        found = Outcome(None, problem, isinstance(error, GarbledWeights))
+    file = outcome_file(path, _rank())
     part = file.with_name(f"{file.name}.part")
-    part.write_text(problem)
+    part.write_bytes(pickle.dumps(found))
     part.rename(file)
     return True, ""
 
 
-def load(model: Any, path: Path, rank: int) -> None:
+def load(model: Any, rank: int, manifest: Manifest) -> None:
     """Read a rank's pieces of a manifest, check them, and give them to the model one by one.
 
     SGLang's loaders take whole tensors and cut their own part out. A whole tensor here is address
     space in which only this rank's cells are filled: the rest is never touched and costs no memory.
     """
-    manifest: Manifest = pickle.loads(path.read_bytes())
     segments: dict[str, Segment] = {}
     try:
         model.load_weights(_tensors(manifest, rank, segments))
@@ -149,12 +146,3 @@ def _tensors(
             part = torch.frombuffer(content, dtype=dtype).view(box.shape)
             whole[box.within(origin)].copy_(part)
         yield name, whole
-
-
-def save(model: Any, folder: Path, rank: int) -> None:
-    """Write a rank's parameters as they are, for those who look behind the adapter."""
-    arrays = {
-        name: parameter.detach().float().cpu().numpy()
-        for name, parameter in model.named_parameters()
-    }
-    np.savez(folder / f"rank{rank}.npz", **arrays)

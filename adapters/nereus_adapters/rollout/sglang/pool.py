@@ -89,7 +89,9 @@ class StemPool:
         except FutureTimeout:
             raise WaitTimeout("the SGLang stem to import sglang", self._start_s) from None
 
-    def lease(self, name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Leased:
+    def lease(
+        self, name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> Leased:
         """Fork an engine process; it says ``ready`` on its connection once it serves."""
         self.start()
         ours, theirs = socket.socketpair()

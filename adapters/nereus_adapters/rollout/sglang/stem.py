@@ -29,7 +29,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): orphans below this process become its children."""
 
 
-
 def main(descriptor: int) -> None:
     """Serve leases until the driver is gone."""
     control = socket.socket(fileno=descriptor)

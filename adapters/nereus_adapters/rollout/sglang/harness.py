@@ -1,0 +1,103 @@
+"""What the conformance harness knows of SGLang: a tiny Llama on a CPU, engines of one stem."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nereus_adapters.rollout.harness import RolloutHarness
+from nereus_adapters.rollout.ports import Engine
+from nereus_adapters.rollout.sglang import CAPABILITIES, NAME
+from nereus_adapters.rollout.sglang.calls import Call
+from nereus_adapters.rollout.sglang.engine import SglangEngine
+from nereus_adapters.rollout.sglang.factory import SglangEngines
+from nereus_adapters.rollout.sglang.peeking import parameter_bytes, parts
+from nereus_adapters.rollout.trainer import Part
+from nereus_core.cluster import Cluster, Device
+from nereus_core.device_specs import CPU_SEAT, LOOPBACK
+from nereus_core.layout import Layout
+
+TINY: Mapping[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+"""A vocabulary that nothing divides; four kv heads, for SGLang shares none among ranks on a CPU."""
+_CALL_S = 20.0
+"""Longest wait for an engine while one is to hang: above any answer of a busy machine. Chosen."""
+
+
+class Engines(SglangEngines):
+    """Remembers which engine is on which device."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(TINY, cluster.devices, max_tokens=1024, max_running=16, wait_s=_CALL_S)
+        self.on: dict[Device, SglangEngine] = {}
+
+    def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> SglangEngine:
+        """Start an engine."""
+        engine = super().create(name, layout, devices)
+        self.on |= dict.fromkeys(devices, engine)
+        return engine
+
+
+class _Behind:
+    """Implements `nereus_adapters.rollout.harness.Behind`."""
+
+    def __init__(self, factory: Engines) -> None:
+        self.factory = factory
+
+    def parts(self, engine: Engine) -> Sequence[Mapping[str, Part]]:
+        """Ask every rank."""
+        assert isinstance(engine, SglangEngine)
+        return engine.call_ranks(Call(parts))
+
+    def parameter_bytes(self, device: Device) -> int:
+        """Ask the rank on a device; a process that has ended holds nothing."""
+        engine = self.factory.on.get(device)
+        if engine is None or not engine.alive:
+            return 0
+        found: int = engine.call_ranks(Call(parameter_bytes))[engine.devices.index(device)]
+        return found
+
+    def kill(self, device: Device) -> None:
+        """Kill a rank."""
+        self._signal(device, signal.SIGKILL)
+
+    def hang(self, device: Device) -> None:
+        """Stop a rank."""
+        self._signal(device, signal.SIGSTOP)
+
+    def _signal(self, device: Device, number: signal.Signals) -> None:
+        engine = self.factory.on.get(device)
+        if engine is not None and engine.alive:
+            with contextlib.suppress(ProcessLookupError):  # it is ending
+                os.kill(engine.pids[engine.devices.index(device)], number)
+
+
+def new_harness() -> RolloutHarness:
+    """Return a harness; its stem is starting."""
+    folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-harness-")
+    (Path(folder.name) / "config.json").write_text(json.dumps(dict(TINY)), encoding="utf-8")
+    cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
+    return RolloutHarness(NAME, CAPABILITIES, folder, cluster, _Behind(Engines(cluster)))
