@@ -105,7 +105,7 @@ def test_a_seat_keeps_the_pages_of_a_unit_that_ended(harness, tools):
 
 
 def test_a_shell_is_as_good_as_a_new_shard(harness, tools):
-    """Modules of ended units serve the next one of their kind; nothing of the old one is in them."""
+    """Modules of ended units serve the next of their kind; nothing of the old one is in them."""
     job = harness.job()
     adapter = harness.launch(job, tools.packed(job))
     hand = tools.Hand(adapter)
