@@ -20,7 +20,7 @@ from nereus_adapters.rollout.ports import (
     Prompt,
     Span,
 )
-from nereus_adapters.rollout.segment import FOLDER
+from nereus_adapters.rollout.segment import FOLDER, remove
 from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
 from nereus_adapters.rollout.vllm.values import FINISHES, Drawn, Seen
 from nereus_adapters.rollout.weights import GarbledWeights, Manifest
@@ -204,6 +204,10 @@ class VllmEngine:
             self._lost = self._lost or why
             self._version = None
             keys = list(self._in_flight)
+        if any(not seat.alive for seat in self._seats):
+            # The others may wait for it in a collective that never ends: so may whoever asks them.
+            for seat in self._seats:
+                seat.process.kill()
         self._end(keys)
 
     # --- Weights ----------------------------------------------------------------------------------
@@ -268,9 +272,6 @@ class VllmEngine:
         except SeatDead as error:
             raise EngineLost(self.name, doing, str(error)) from error
         except WaitTimeout as error:
-            # A follower that died leaves its leader in a collective that never ends.
-            if self._lost is not None or not self.alive:
-                raise EngineLost(self.name, doing, self._lost or str(error)) from error
             self._broken(str(error))
             raise
         except SeatError as error:
@@ -318,6 +319,7 @@ class VllmFactory:
         self._owns_pool = pool is None
         self.pool = pool or SeatPool(accelerator, env)
         self._ports: dict[str, int] = {}
+        self._shared: dict[str, set[str]] = {}
         self._base_bytes: dict[Device, int] = {}
         self.recycled = 0
         """Seats that were replaced because they had grown."""
@@ -352,6 +354,8 @@ class VllmFactory:
             engine._broken(str(error))
             engine.close()
             raise EngineError(name, "start", str(error)) from error
+        if leased and layout.num_devices > 1:
+            self._shared[name] = {n for names in engine.rpc("nereus_shared") for n in names}
         return engine
 
     def _arguments(
@@ -400,6 +404,7 @@ class VllmFactory:
                 if seat.alive:
                     seat.kill()
         _sweep(self._ports.pop(engine.name, None))
+        remove(self._shared.pop(engine.name, ()))
         if clean and self._settings.executor == "seats":
             self._recycle(engine.devices)
 
