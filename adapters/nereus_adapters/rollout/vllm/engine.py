@@ -57,8 +57,9 @@ class VllmSettings:
     """Per device; None lets vLLM take what it is allowed to."""
     eager: bool = False
     """Whether vLLM compiles nothing: starts faster, decodes slower."""
-    executor: Literal["seats", "mp", "ray"] = "seats"
-    """Who runs the ranks: seats that stay, or vLLM's own workers, started with each engine."""
+    executor: Literal["seats", "uni", "mp", "ray"] = "seats"
+    """Who runs the ranks: seats that stay, or vLLM's own workers, started with each engine (``uni``
+    is one rank in the process of the engine, ``mp`` processes of this host, ``ray`` actors)."""
     extension: str = EXTENSION
     """Worker extension class: this one or a subclass."""
     start_s: float = 180.0

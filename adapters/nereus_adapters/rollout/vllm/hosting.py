@@ -67,7 +67,7 @@ class Hosted:
         self._busy_s = 0.0
         self._version = -1
         self._llm: LLMEngine | None = LLMEngine.from_engine_args(
-            EngineArgs(**args, weight_transfer_config={"backend": BACKEND}),
+            EngineArgs(**{"weight_transfer_config": {"backend": BACKEND}, **args}),
             stat_loggers=[self._metered],
         )
         self._rpc("init_weight_transfer_engine", {"init_info": {}})
