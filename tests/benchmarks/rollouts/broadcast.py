@@ -1,7 +1,7 @@
 """The usual weight sync, to compare with: every rank gets every whole tensor, by broadcast.
 
-A backend of vLLM's weight-transfer API over a gloo group of the trainer and all ranks, as frameworks
-do it with nccl.
+A backend of vLLM's weight-transfer API over a gloo group of the trainer and all ranks, as
+frameworks do it with nccl.
 """
 
 from __future__ import annotations

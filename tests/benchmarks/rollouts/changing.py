@@ -60,15 +60,7 @@ def restarted(model: Path, *, rounds: int) -> list[float]:
 def _started(model: Path, tp: int) -> tuple[subprocess.Popen[bytes], int]:
     mine, theirs = os.pipe()
     process = subprocess.Popen(
-        [
-            "bash",
-            "-c",
-            f'exec "$0" "$@" 3>&{theirs}',
-            sys.executable,
-            str(_STOCK),
-            str(model),
-            str(tp),
-        ],
+        [sys.executable, str(_STOCK), str(model), str(tp), str(theirs)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
-"""A stock vLLM engine in a process of its own: ``stock.py MODEL TP``.
+"""A stock vLLM engine in a process of its own: ``stock.py MODEL TP DESCRIPTOR``.
 
-Prints ``ready`` after its first token, and ends when its stdin does, by vLLM's own shutdown.
+Writes ``ready`` to the descriptor after its first token, and ends when its stdin does, by vLLM's own shutdown.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    model, tp = sys.argv[1], int(sys.argv[2])
+    model, tp, descriptor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -28,7 +28,7 @@ def main() -> None:
         SamplingParams(max_tokens=1, detokenize=False),
         use_tqdm=False,
     )
-    os.write(3, b"ready\n")
+    os.write(descriptor, b"ready\n")
     sys.stdin.read()
     llm.llm_engine.engine_core.shutdown()
 
