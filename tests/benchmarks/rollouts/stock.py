@@ -1,6 +1,6 @@
 """A stock vLLM engine in a process of its own: ``stock.py MODEL TP DESCRIPTOR``.
 
-Writes ``ready`` to the descriptor after its first token, and ends when its stdin does, by vLLM's own shutdown.
+Writes ``ready`` to the descriptor after its first token; ends when its stdin does, as vLLM ends.
 """
 
 import os
