@@ -110,6 +110,7 @@ class RolloutJob:
         self._lock = threading.RLock()
         self._units: dict[UnitId, Unit] = {}
         self._rebuilds: dict[UnitId, Future[None]] = {}
+        self._rebuilding = threading.Lock()
         self._failed: frozenset[Device] = job.cluster.failed
         self._unheard: list[UnitId] = []
         self.lost: set[UnitId] = set()
@@ -235,12 +236,13 @@ class RolloutJob:
         self.ensure(version)
 
         def bring(unit: UnitId) -> None:
-            if self.fleet.engine(unit).version == version:
+            engine = self.fleet.engine(unit)
+            if engine.version == version:
                 return
             try:
-                self.load(self.fleet.engine(unit), version)
+                self.load(engine, version)
             except (EngineError, EngineLost, WaitTimeout):
-                self.rebuild(unit, version)
+                self.rebuild(unit, engine, version)
 
         units = [u.id for u in self.units.of(ACTOR_GENERATE)]
         raise_first(together([lambda unit=unit: bring(unit) for unit in units]))  # type: ignore[misc]
@@ -377,19 +379,24 @@ class RolloutJob:
             self.fleet.remove(unit).close()
         return gone
 
-    def rebuild(self, unit: UnitId, version: int) -> None:
-        """Put a new engine in the place of one that failed, on the same devices."""
-        with self._lock:
-            wanted = self._units[unit]
-        self.fleet.engine(unit).close()
-        engine = self.build(wanted)
-        try:
-            self.load(engine, version)
-        except NereusError:
-            engine.close()
-            raise
-        self.fleet.replace(unit, engine)
-        with self._lock:
+    def rebuild(self, unit: UnitId, failed: Engine, version: int) -> None:
+        """Put a new engine in the place of one that failed, on the same devices, once."""
+        with self._rebuilding:
+            with self._lock:
+                wanted = self._units[unit]
+            engine = self.fleet.engine(unit)
+            if engine is not failed:  # somebody else has noticed too, and done it
+                if engine.version != version:
+                    self.load(engine, version)
+                return
+            failed.close()
+            engine = self.build(wanted)
+            try:
+                self.load(engine, version)
+            except NereusError:
+                engine.close()
+                raise
+            self.fleet.replace(unit, engine)
             self.rebuilt += 1
 
     def _rebuild_soon(self, unit: UnitId) -> None:
@@ -404,11 +411,12 @@ class RolloutJob:
                 return
             done: Future[None] = Future()
             self._rebuilds[unit] = done
+        failed = self.fleet.engine(unit)
 
         def run() -> None:
             try:
                 assert self.fleet.version is not None
-                self.rebuild(unit, self.fleet.version)
+                self.rebuild(unit, failed, self.fleet.version)
             except Exception as error:
                 with self._lock:
                     self._units.pop(unit, None)

@@ -2,8 +2,8 @@
 
 import statistics
 from itertools import pairwise
-from pathlib import Path
 
+import psutil
 import pytest
 from vllm_cases import DEVICES, ONE, PP2, TP2, prompts, respond
 
@@ -19,20 +19,8 @@ keeps of reloaded layers was cleared was 5-25 MB."""
 
 
 def processes():
-    """Processes of this session below the test's own."""
-    mine = {p.name for p in Path("/proc").iterdir() if p.name.isdigit() and _session(p) == _own()}
-    return mine
-
-
-def _session(path):
-    try:
-        return (path / "stat").read_text().rpartition(")")[2].split()[3]
-    except OSError:
-        return None
-
-
-def _own():
-    return _session(Path("/proc/self"))
+    """Processes below the test's own: the stem, the seats, and whatever engines started."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def test_twenty_transitions_leave_nothing_behind(factory, start, weights):
