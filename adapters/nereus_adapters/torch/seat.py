@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nereus_adapters.rollout.weights import Cell, publish
+from nereus_adapters.rollout.weights import Piece as RolloutPiece
 from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.boxes import read_boxes, write_boxes
 from nereus_adapters.torch.crossing import Digests
@@ -46,7 +48,7 @@ from nereus_adapters.torch.values import (
     SyncPart,
     Ways,
 )
-from nereus_core.state import Slot
+from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
 
 
@@ -157,6 +159,16 @@ class Seat:
                 flat = shard.tensor(slot, name).contiguous().view(-1)
                 found[f"{slot}/{name}"] = digest(flat).tolist()
         return found
+
+    def publish(self, unit: UnitId, name: str, cells: Sequence[Cell]) -> tuple[RolloutPiece, ...]:
+        """Write cells of a shard's weights into a segment of this host, for rollout engines."""
+        shard = self.units[unit]
+
+        def read(tensor: str, box: Box) -> np.ndarray[Any, Any]:
+            part = shard.tensor(Slot.PARAM, tensor)[box.within(shard.box(tensor))].cpu()
+            return (part.view(torch.int16) if part.dtype is torch.bfloat16 else part).numpy()
+
+        return publish(name, cells, read)
 
     def peek(self, unit: UnitId) -> dict[str, tuple[tuple[int, ...], np.ndarray[Any, Any]]]:
         """Return a shard's tensors with their offsets, for tests; bf16 as its bit pattern."""
