@@ -37,10 +37,10 @@ class PolicyConfig(_Section):
     """Part of a step that has to move from some stages to others to wake it."""
     memory_headroom: float = Field(0.1, ge=0, lt=1)
     """Part of a device's memory that no plan may use."""
-    delta: float = Field(0.05, ge=0)
+    delta: float = Field(0.02, ge=0)
     """The current plan stays without a search while it is within this of the best possible."""
-    min_saving: float = Field(0.02, ge=0)
-    """Relative saving below which no opportunistic transition is admitted (hysteresis)."""
+    min_saving: float = Field(0.01, ge=0)
+    """Relative saving that an opportunistic transition must at least be able to have."""
     cooldown_steps: int = Field(2, ge=0)
     """Steps after a transition in which only urgent ones are admitted."""
     max_horizon_steps: int = Field(200, ge=1)
@@ -57,6 +57,8 @@ class ConstraintsConfig(_Section):
     max_pp: int | None = Field(None, ge=1)
     colocate: tuple[tuple[str, ...], ...] = ()
     """Groups of model-stages that must share their devices, e.g. [["actor/train", "ref/infer"]]."""
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Groups of model-stages no two of which may share a device."""
     pin: Mapping[str, str] = Field(default_factory=dict)
     """Model-stage -> layout that must not change, e.g. {"ref/infer": "tp1pp1"}."""
     min_dp: Mapping[str, int] = Field(default_factory=dict)

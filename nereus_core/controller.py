@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -12,23 +12,22 @@ from nereus_core.acting import carry_out, finish
 from nereus_core.adapter import Adapter, Receipt
 from nereus_core.admission import Decision
 from nereus_core.capabilities import Capabilities, Feature
-from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.cost import CostModel
 from nereus_core.cost.op_classes import OpClass
 from nereus_core.deciding import Decided, asked_for, decide
-from nereus_core.errors import BoundaryTimeout, NereusError, TransitionFailed, UnitLost
+from nereus_core.errors import BoundaryTimeout, TransitionFailed, UnitLost
 from nereus_core.events import EventLog, Recovered, RunFinished, RunStarted
 from nereus_core.knowledge import Knowledge
-from nereus_core.observation import Observation
+from nereus_core.observation import TokenStats
+from nereus_core.outlook import Outlook
 from nereus_core.plan import Plan
 from nereus_core.planner import Constraints
 from nereus_core.primitives import Primitive
-from nereus_core.records import devices_changed, input_ignored, refused, step_observed, supply
-from nereus_core.sane import check_job, sane
-from nereus_core.situation import Situation
+from nereus_core.records import refused
+from nereus_core.sane import check_job
 from nereus_core.transition import Conditions, Journal, TransitionGraph, compile_transition
-from nereus_core.triggers import Signals, Trigger, Wake
+from nereus_core.triggers import Trigger, Wake
 from nereus_core.units import Unit, UnitMap
 
 Notify = Callable[..., None]
@@ -88,9 +87,7 @@ class Controller:
         )
         job = adapter.job()
         check_job(job)
-        self._known = Knowledge.of_job(job, config.policy, measured)
-        self._now = self._look(job.cluster.healthy, None)
-        self._num_ignored = 0
+        self._outlook = Outlook(adapter, log, Knowledge.of_job(job, config.policy, measured))
         self._journal = journal or Journal()
         self._cancel = threading.Event()
         self._transition_s, self._start_s = 0.0, clock()
@@ -108,12 +105,12 @@ class Controller:
     @property
     def plan(self) -> Plan:
         """The plan the job runs."""
-        return self._now.plan
+        return self._outlook.now.plan
 
     @property
     def predicted_s(self) -> float:
         """Predicted seconds of the next step."""
-        return self._known.predicted_s(self._now)
+        return self._outlook.predicted_s
 
     @property
     def epoch(self) -> int:
@@ -139,14 +136,16 @@ class Controller:
             outcome = finish(pending, self._adapter, self._conditions(graph), timeouts)
         except (TransitionFailed, UnitLost) as failure:
             linked = isinstance(failure, TransitionFailed) and failure.rolled_back
-            self._after_failure(graph, failure, linked=linked)
+            self._outlook.after_failure(graph, failure, linked=linked)
             outcome = "old plan goes on" if linked else "left as it stands"
         else:
-            self._now = self._look(self._now.usable, None)
+            self._outlook.look()
         plan = Plan.of_units(self._adapter.units())
-        self._log.emit(Recovered(self._known.step, graph.name, outcome, plan.to_json()))
-        if self._now.problem:
-            wake = Wake(Trigger.DEVICES, f"{graph.name} left what cannot step: {self._now.problem}")
+        self._log.emit(Recovered(self._outlook.known.step, graph.name, outcome, plan.to_json()))
+        if self._outlook.now.problem:
+            wake = Wake(
+                Trigger.DEVICES, f"{graph.name} left what cannot step: {self._outlook.now.problem}"
+            )
             self._act(self._decide(wake, time.perf_counter()))
 
     def at_boundary(self) -> Decision | None:
@@ -160,10 +159,34 @@ class Controller:
             TransitionFailed: the job cannot go on; names what is intact.
         """
         begin_s = time.perf_counter()
-        wake = self._observe(self._adapter.observe())
+        wake = self._outlook.observe()
         if wake is None or self._config.mode == "observe":
             return None
         found = self._decide(wake, begin_s)
+        if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
+            self._act(found)
+        return found.decision
+
+    def before_training(self, prompt: TokenStats, response: TokenStats) -> Decision | None:
+        """Change the plan at once where a batch that was just sampled would not fit in memory.
+
+        Called, where a framework has such a moment, when generation of a step is done and its real
+        lengths are known, before any of it is trained on. Nothing opportunistic is decided here.
+
+        Args:
+            prompt: Tokens of the batch's prompts.
+            response: Tokens of its responses.
+
+        Raises:
+            StateLost, NoFeasiblePlan, TransitionFailed: as `at_boundary` does.
+        """
+        begin_s = time.perf_counter()
+        if self._config.mode == "observe":
+            return None
+        why = self._outlook.sampled(prompt, response)
+        if why is None:
+            return None
+        found = self._decide(Wake(Trigger.MEMORY, f"the batch just sampled: {why}"), begin_s)
         if found.graph is not None and found.decision.admitted and self._config.mode == "adapt":
             self._act(found)
         return found.decision
@@ -174,7 +197,9 @@ class Controller:
         Raises:
             StateLost, NoFeasiblePlan, TransitionFailed: as `at_boundary` does.
         """
-        found = asked_for(plan, why, self._now, self._known, self._compile(plan, UnitMap()))
+        found = asked_for(
+            plan, why, self._outlook.now, self._outlook.known, self._compile(plan, UnitMap())
+        )
         self._log.emit(found.decision.event())
         self._notify("nereus_decided", decision=found.decision)
         self._act(found)
@@ -183,46 +208,17 @@ class Controller:
     def finished(self, outcome: str) -> None:
         """Record that the job ended: ``done``, or why not."""
         elapsed_s = self._clock() - self._start_s
-        self._log.emit(RunFinished(self._known.step + 1, outcome, elapsed_s, self._transition_s))
-
-    def _observe(self, seen: Observation) -> Wake | None:
-        """Record and learn; return what woke the controller."""
-        known, before = self._known, self._now
-        seen, ignored = sane(seen, before.job, known.step)
-        for part in ignored:
-            self._num_ignored += 1
-            self._log.emit(input_ignored(seen.step, part, self._num_ignored))
-        stepped = seen.step > known.step
-        predicted_s = self.predicted_s
-        if stepped:
-            self._log.emit(step_observed(seen, predicted_s))
-            self._known = known.stepped(before.plan, seen)
-        self._now = now = self._look(seen.healthy - seen.draining, before)
-        changed = now.usable != before.usable or bool(now.lost_units)
-        if changed:
-            self._log.emit(devices_changed(self._known.step, before, now))
-        self._known, wake = self._known.woken(
-            Signals.of(
-                seen,
-                stepped=stepped,
-                devices=supply(before, now) if changed else None,
-                memory_problem=now.memory_problem,
-                capacity_bytes=now.job.cluster.device_spec.memory_bytes,
-                predicted_s=predicted_s if known.plan_was_seen else None,
-            )
+        self._log.emit(
+            RunFinished(self._outlook.known.step + 1, outcome, elapsed_s, self._transition_s)
         )
-        return wake
-
-    def _look(self, usable: Collection[Device], last: Situation | None) -> Situation:
-        return Situation.of(self._adapter, usable, last, self._known.cost, self._known.lengths)
 
     def _decide(self, wake: Wake, begin_s: float, parked: UnitMap | None = None) -> Decided:
         """Decide, record it, and tell plugins."""
         compiled = partial(self._compile, parked=parked or UnitMap())
         found = decide(
             wake,
-            self._now,
-            self._known,
+            self._outlook.now,
+            self._outlook.known,
             self._constraints,
             self._config.policy,
             compiled,
@@ -231,16 +227,16 @@ class Controller:
         decision = found.decision
         if decision.admitted and decision.path == "opportunistic" and (why := self._veto(decision)):
             decision = replace(decision, admitted=False, rule=f"vetoed: {why}")
-        self._known = self._known.decided(decision, wake, found.watch)
+        self._outlook.known = self._outlook.known.decided(decision, wake, found.watch)
         self._log.emit(decision.event())
         self._notify("nereus_decided", decision=decision)
         return replace(found, decision=decision)
 
     def _compile(self, target: Plan, parked: UnitMap) -> TransitionGraph:
         return compile_transition(
-            self._now.units,
+            self._outlook.now.units,
             target,
-            self._now.job,
+            self._outlook.now.job,
             prefix=f"t{self._journal.num_begun}",
             parked=parked,
             serials=self._journal.serials,
@@ -259,12 +255,14 @@ class Controller:
                 if decision.path == "urgent":
                     raise
                 seconds = graph.predicted(found.cost).mean_s
-                self._log.emit(refused(graph, self._now, self._known.step, seconds, error))
+                self._log.emit(
+                    refused(graph, self._outlook.now, self._outlook.known.step, seconds, error)
+                )
                 return
             except (TransitionFailed, UnitLost) as failure:
                 back = isinstance(failure, TransitionFailed) and failure.rolled_back
-                linked = back and not self._now.lost_units
-                self._after_failure(graph, failure, linked=linked)
+                linked = back and not self._outlook.now.lost_units
+                self._outlook.after_failure(graph, failure, linked=linked)
                 if linked:
                     return
                 wrong = isinstance(failure, TransitionFailed) and failure.failed == "verification"
@@ -275,12 +273,12 @@ class Controller:
                 found = self._decide(
                     Wake(Trigger.DEVICES, f"transition {graph.name} failed"),
                     time.perf_counter(),
-                    parked.intact(self._now.job.cluster.failed),
+                    parked.intact(self._outlook.now.job.cluster.failed),
                 )
 
     def _transition(self, graph: TransitionGraph, cost: CostModel, *, everything: bool) -> None:
         """Carry a graph out and learn what it cost."""
-        known, now, clock = self._known, self._now, self._clock
+        known, now, clock = self._outlook.known, self._outlook.now, self._clock
         self._cancel.clear()
         begin_s = clock()
         try:
@@ -293,36 +291,23 @@ class Controller:
                 verify=self._verify,
             )
         finally:
-            self._known = known.attempted()
+            self._outlook.known = known.attempted()
             self._transition_s += clock() - begin_s
-        self._known = self._known.transitioned(graph, cost, held_s)
-        self._now = self._look(now.usable, None)
+        self._outlook.known = self._outlook.known.transitioned(graph, cost, held_s)
+        self._outlook.look()
         self._notify("nereus_transition_finished", outcome=outcome)
 
     def _conditions(self, graph: TransitionGraph, cost: CostModel | None = None) -> Conditions:
         return Conditions(
             self._log,
             self._config.timeouts.primitive_s * max(1, graph.depth),
-            cost or self._known.cost.on(self._now.job),
+            cost or self._outlook.known.cost.on(self._outlook.now.job),
             self._cancel,
-            self._known.step,
+            self._outlook.known.step,
             self._clock,
             self._tell_primitive,
             self._journal,
         )
-
-    def _after_failure(self, graph: TransitionGraph, failure: NereusError, *, linked: bool) -> None:
-        """Look again after a transition that failed; units that are not linked cannot step."""
-        before = self._now
-        left = before.usable - self._adapter.job().cluster.failed
-        now = self._look(left, None)
-        if not linked:
-            plan = before.plan if now.problem else now.plan
-            now = replace(now, plan=plan, problem=f"transition {graph.name} failed: {failure}")
-        self._now = now
-        if left != before.usable:
-            gone = tuple(u for u in before.units if u not in now.units)
-            self._log.emit(devices_changed(self._known.step, before, replace(now, lost_units=gone)))
 
     def _tell_primitive(self, op: Primitive, receipt: Receipt, predicted_s: float | None) -> None:
         self._notify("nereus_primitive_finished", op=op, receipt=receipt, predicted_s=predicted_s)

@@ -11,7 +11,7 @@ from nereus_core.config import PolicyConfig
 from nereus_core.cost import CostModel, EfficiencyTable, Lengths
 from nereus_core.cost.op_classes import OpClass
 from nereus_core.forecast import Crossing, Forecaster
-from nereus_core.observation import Observation
+from nereus_core.observation import Observation, TokenStats
 from nereus_core.plan import Plan
 from nereus_core.planner import Watch
 from nereus_core.situation import Situation
@@ -106,6 +106,12 @@ class Knowledge:
             history=history,
             plan_was_seen=True,
         )
+
+    def sampled(self, prompt: TokenStats, response: TokenStats) -> Self:
+        """Take in the lengths of a batch before its step is done."""
+        lengths = Lengths.of_tokens(prompt, response)
+        longest = max((*self.longest, lengths.response_max))
+        return replace(self, lengths=replace(lengths, response_max=longest))
 
     def crossing(self, job: Job) -> Crossing:
         """Forecast when the plan will be thought about again."""

@@ -11,7 +11,7 @@ from nereus_core.cluster import Device
 from nereus_core.errors import PlanError
 from nereus_core.layout import Layout, layout_problems
 from nereus_core.units import UnitMap
-from nereus_core.workload import Job, ModelStage
+from nereus_core.workload import Job, ModelStage, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,13 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
         if any(len(unit) != placement.layout.num_devices for unit in placement.units):
             problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
         problems += [f"{stage}: {d} is not healthy" for d in sorted(set(listed) - healthy)]
+        shared = job.device_batch if stage.stage is not Stage.GENERATE else None
+        if shared is not None and listed and shared % len(listed):
+            problems.append(f"{stage}: {len(listed)} devices do not divide {shared} sequences")
+    for group in job.together:
+        held = {plan[stage].devices for stage in group if stage in plan}
+        if len(held) > 1:
+            problems.append(f"{', '.join(map(str, sorted(group)))} must hold the same devices")
     return tuple(problems)
 
 

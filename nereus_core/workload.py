@@ -183,6 +183,12 @@ class Job:
     """Tensor-parallel ranks share out the activations that they would all hold otherwise."""
     sharded_optimizer: bool = False
     """Units of a train stage share its optimizer state out among themselves (ZeRO stage 1)."""
+    together: tuple[frozenset[ModelStage], ...] = ()
+    """Model-stages that live in the same processes: they hold the same devices, all of them."""
+    device_batch: int | None = None
+    """Sequences that a framework shares out by device where others do by unit (FSDP): the devices
+    of every stage but generation must divide them, and each computes its own with the whole model's
+    activations, ``micro_batch`` at a time; None where it does not."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""

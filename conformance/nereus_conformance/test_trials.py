@@ -9,7 +9,7 @@ import pytest
 from nereus_conformance.arrange import Arranger
 from nereus_conformance.assertions import require
 from nereus_conformance.suite import Suite
-from nereus_conformance.trials import Trials
+from nereus_conformance.trial import Trials
 from nereus_core.capabilities import Feature
 from nereus_core.harness import Harness
 from nereus_core.primitives import Kind

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 from nereus_core.config import Admission, PolicyConfig
@@ -33,11 +34,6 @@ class Offer:
     """So far."""
     elapsed_s: float
     """The job's age."""
-
-    @property
-    def relative_saving(self) -> float:
-        """Expected saving as a part of a step."""
-        return self.saving_s.mean_s / self.current_s.mean_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +64,15 @@ class Policy:
 def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     """The saving repays the transition before the trigger is expected to cross again.
 
-    First hysteresis: a cooldown after each transition, and a least relative saving. Then the lower
-    bound of the saving, over the expected steps, against the upper bound of the cost: what passes
-    repays even if both are as bad as they may be.
+    First hysteresis: a cooldown after each transition, and a saving that, even at its upper bound,
+    is a least part of a step. Then the lower bound of the saving, over the expected steps, against
+    the upper bound of the cost: what passes repays even if both are as bad as they may be.
 
-    What does not may still be worth a trial, since a transition can be taken back and the plan is
-    judged again once it has been seen running (`nereus_core.knowledge`). The expected saving then
-    has to be worth the stake: the expected cost and, where the saving may be a loss, the way back
-    and the loss at the lower bound until it is judged.
+    What does not may still be worth a trial, since a plan is judged again once it has been seen
+    running (`nereus_core.knowledge`) and what was learned of its layouts stays. A trial is worth
+    the expected saving until it is judged; from then on what is expected of the better of the two
+    plans, which is more than the expected saving, the more so the less is known; less the
+    transition, and the way back as often as the saving proves a loss.
     """
     since = offer.steps_since_transition
     if since is not None and since < policy.cooldown_steps:
@@ -84,10 +81,11 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
             f"cooldown: {since} steps since the last transition, fewer than "
             f"{policy.cooldown_steps}",
         )
-    if offer.relative_saving < policy.min_saving:
+    most = offer.saving_s.high_s / offer.current_s.mean_s
+    if most < policy.min_saving:
         return Verdict(
             False,
-            f"hysteresis: the saving is {offer.relative_saving:.1%} of a step, "
+            f"hysteresis: the saving is {most:.1%} of a step at most, "
             f"less than the least worth a change, {policy.min_saving:.1%}",
         )
     steps, cost_s, low_s = offer.crossing.steps, offer.transition_s.high_s, offer.saving_s.low_s
@@ -99,17 +97,26 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     )
     if repaid:
         return Verdict(True, rule)
-    trial = max(1, policy.cooldown_steps)
-    gain_s, stake_s = offer.saving_s.mean_s * steps, offer.transition_s.mean_s
-    if low_s < 0:
-        gain_s = offer.saving_s.mean_s * max(0.0, steps - trial)
-        stake_s = 2 * stake_s - trial * low_s
-    worth = gain_s > 0 and gain_s >= stake_s
+    worth_s = _trial_s(offer, policy)
     return Verdict(
-        worth,
-        f"{rule}; trial: {gain_s:.3g} s expected are {'worth' if worth else 'not worth'} a stake "
-        f"of {stake_s:.3g} s{', there and back' if low_s < 0 else ''}",
+        worth_s > 0,
+        f"{rule}; a trial of {max(1, policy.cooldown_steps)} steps is worth {worth_s:.3g} s, "
+        f"the transition{' and the way back' if low_s < 0 else ''} paid",
     )
+
+
+def _trial_s(offer: Offer, policy: PolicyConfig) -> float:
+    """Expected seconds that trying a plan gains, given that it is left again if it is slower."""
+    saving, steps, each_s = offer.saving_s, offer.crossing.steps, offer.transition_s.mean_s
+    if saving.mean_s <= 0:
+        return -each_s
+    trial = min(steps, max(1, policy.cooldown_steps))
+    bound = max(1e-9, NormalDist().inv_cdf(policy.confidence))
+    deviation_s = max((saving.mean_s - saving.low_s) / bound, 1e-12 * saving.mean_s)
+    as_normal = NormalDist(saving.mean_s, deviation_s)
+    loss = as_normal.cdf(0.0)
+    better_s = saving.mean_s * (1 - loss) + deviation_s**2 * as_normal.pdf(0.0)
+    return trial * saving.mean_s + (steps - trial) * better_s - each_s * (1 + loss)
 
 
 _DUE = {

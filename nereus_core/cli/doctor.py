@@ -16,9 +16,10 @@ from nereus_core.backend_status import require_backend
 from nereus_core.capabilities import Feature, Level
 from nereus_core.cli.outcome import ExitCode, print_json
 from nereus_core.declaration import AdapterDeclaration
-from nereus_core.errors import AdapterError, SeamBroken
+from nereus_core.errors import AdapterError, NereusError, SeamBroken
 from nereus_core.primitives import Kind
 from nereus_core.registry import Registry
+from nereus_core.report.pending import pending_in
 from nereus_core.seams import check_seam
 from nereus_core.workload import Stage
 
@@ -35,20 +36,28 @@ class Finding:
 
 def doctor(
     name: Annotated[str, typer.Argument(help="Adapter, as listed by `nereus adapters`.")],
+    run_dir: Annotated[
+        Path | None, typer.Option("--run", help="Folder of a run, to look into as well.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Check an adapter step by step, stopping at the first no with what to do.
 
     Asks in order: does its entry point load, is its backend installed in a version it supports, do
-    the seams it stands on hold in the installed source (read, not imported), is a device visible.
+    the seams it stands on hold in the installed source (read, not imported), is a device visible;
+    of a run, whether a transition was left unfinished.
 
     For example:
 
       nereus doctor torch
 
       nereus doctor verl --json
+
+      nereus doctor torch --run runs/latest
     """
     findings = list(examine(Registry.load(), name))
+    if run_dir is not None:
+        findings.append(_ended(run_dir))
     ok = all(f.ok for f in findings)
     if as_json:
         print_json({"adapter": name, "ok": ok, "findings": [asdict(f) for f in findings]})
@@ -96,6 +105,20 @@ def examine(registry: Registry, name: str) -> Iterator[Finding]:
             return
     yield Finding(question, True, f"{len(declaration.seams)} checked")
     yield _device(declaration)
+
+
+def _ended(run_dir: Path) -> Finding:
+    question = "its transitions have ended"
+    try:
+        pending = pending_in(run_dir)
+    except NereusError as error:
+        return Finding(question, False, str(error))
+    if pending is not None:
+        name, ops = pending.graph.name, len(pending.graph.ops)
+        answer = f"{name} has not: {len(pending.done)} of {ops} primitives are done"
+        todo = f"`nereus explain {run_dir / 'events.jsonl'}` says how to go on"
+        return Finding(question, False, answer, todo)
+    return Finding(question, True, "none is pending")
 
 
 def _device(declaration: AdapterDeclaration) -> Finding:

@@ -12,6 +12,7 @@ from nereus_core.cli.outcome import print_json
 from nereus_core.errors import ConfigError
 from nereus_core.report.explain import explain as explained
 from nereus_core.report.explain import explain_ignored
+from nereus_core.report.pending import explain_pending, pending_in
 from nereus_core.report.record import RunRecord
 
 
@@ -23,6 +24,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print the decisions as JSON.")] = False,
 ) -> None:
     """Say why each decision was taken, and what each transition did in which order.
+
+    A transition that the journal beside the events says has not ended comes last.
 
     For example:
 
@@ -41,4 +44,6 @@ def explain(
     blocks = list(explained(run, step))
     if step is None and (ignored := explain_ignored(run)):
         blocks.append(ignored)
+    if step is None and (pending := pending_in(events.parent)) is not None:
+        blocks.append(explain_pending(pending))
     typer.echo("\n\n".join(blocks) if blocks else "Nothing woke the planner in this run.")

@@ -25,15 +25,15 @@ from nereus_core.cost.peaks import Peaks
 from nereus_core.cost.shapes import Options, RankShapes
 from nereus_core.cost.step import Cell, StepCost, makespan, options_of, regions
 from nereus_core.cost.transition import primitive_work
+from nereus_core.layout import Layout
 from nereus_core.observation import Observation
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Primitive
 from nereus_core.units import UnitMap
 from nereus_core.workload import Job, ModelStage
 
-_MISFIT = 0.065
-"""Relative error left when a calibrated model meets a layout it has not seen. Source: five-fold
-error of a white-box model of this form on vTrain's measured multi-node plans."""
+_RESIZED = 0.03
+"""Relative error left when a layout that was seen meets another number of units; chosen."""
 _PRIOR = cast(EfficiencyTable, None)
 """Stands for the conservative prior of the job's cluster."""
 _AS_STAGES = cast(Moving, None)
@@ -76,6 +76,7 @@ class _Stages:
 
     work: Mapping[ModelStage, FloatArray]
     sync: Mapping[ModelStage, FloatArray]
+    layout: Mapping[ModelStage, Layout]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,20 +144,15 @@ class CostModel:
     def saving(self, current: Plan, candidate: Plan, lengths: Lengths) -> Interval:
         """Predict how many seconds per step a candidate is faster; what both share cancels.
 
-        The bounds come from the uncertainty of the classes that differ, and from the misfit of
-        stages whose layout or number of units is new.
+        The bounds come from the uncertainty of the classes, layouts and numbers of units that
+        differ.
         """
         before, after = self.step(current, lengths), self.step(candidate, lengths)
         parts = self._parts(self._stages(current, lengths), before.critical, 1.0)
         parts += self._parts(self._stages(candidate, lengths), after.critical, -1.0)
         deviation = self.efficiencies.deviation(parts)
-        misfit = math.hypot(
-            *(
-                _MISFIT * after.stage_s[s]
-                for s in after.critical
-                if (current[s].layout, current[s].dp) != (candidate[s].layout, candidate[s].dp)
-            )
-        )
+        resized = [s for s in after.critical if current[s].dp != candidate[s].dp]
+        misfit = math.hypot(*(_RESIZED * after.stage_s[s] for s in resized))
         mean_s = before.step.mean_s - after.step.mean_s
         return Interval.absolute(mean_s, math.hypot(deviation, misfit), self.confidence)
 
@@ -180,7 +176,7 @@ class CostModel:
             np.tile(ladder, len(options)),
             work[expand],
             sync[expand],
-            self.efficiencies.seconds(stage, work)[expand],
+            self.efficiencies.table(stage, rows.tp, rows.pp, work)[expand],
             (sync @ self.efficiencies.inverse * self.between.sync_factor)[expand],
             persistent_bytes(job, stage, rows, shapes)[expand],
             (self.peaks.factor(stage) * transient_bytes(job, stage, rows, shapes, lengths, waves))[
@@ -220,7 +216,7 @@ class CostModel:
         stages = self._stages(plan, lengths)
         measured_s = {s: t for s, t in observation.stage_s.items() if s in plan and t > 0}
         efficiencies = self.efficiencies.refined(
-            {s: (stages.work[s], t) for s, t in sorted(measured_s.items())},
+            {s: (plan[s].layout, stages.work[s], t) for s, t in sorted(measured_s.items())},
             efficiency=observation.efficiency,
             first_step=observation.step <= 0,
         )
@@ -288,22 +284,27 @@ class CostModel:
         return _Stages(
             {s: table.work[row] for s, (table, row) in rows.items()},
             {s: table.sync_work[row] for s, (table, row) in rows.items()},
+            {s: placement.layout for s, placement in plan.items()},
         )
 
     def _seconds(self, stages: _Stages) -> tuple[dict[ModelStage, float], dict[ModelStage, float]]:
         inverse, factor = self.efficiencies.inverse, self.between.sync_factor
-        seconds = {s: float(self.efficiencies.seconds(s, w)) for s, w in stages.work.items()}
+        seconds = {
+            s: self.efficiencies.seconds(s, stages.layout[s], w) for s, w in stages.work.items()
+        }
         return seconds, {s: float(w @ inverse) * factor for s, w in stages.sync.items()}
 
     def _parts(
         self, stages: _Stages, critical: tuple[ModelStage, ...], sign: float
-    ) -> list[tuple[ModelStage | None, FloatArray]]:
+    ) -> list[tuple[ModelStage | None, Layout | None, FloatArray]]:
         """Signed seconds per class of the critical stages and their synchronizations."""
         inverse, factor = self.efficiencies.inverse, self.between.sync_factor
-        parts: list[tuple[ModelStage | None, FloatArray]] = []
+        parts: list[tuple[ModelStage | None, Layout | None, FloatArray]] = []
         for s in critical:
-            parts.append((s, sign * self.efficiencies.residual(s) * stages.work[s] * inverse))
-            parts.append((None, sign * factor * stages.sync[s] * inverse))
+            layout = stages.layout[s]
+            seconds = self.efficiencies.residual(s, layout) * stages.work[s] * inverse
+            parts.append((s, layout, sign * seconds))
+            parts.append((None, None, sign * factor * stages.sync[s] * inverse))
         return parts
 
     def _rows(

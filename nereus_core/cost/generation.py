@@ -11,7 +11,7 @@ from nereus_core.cost.batching import evicted_tokens, timeline
 from nereus_core.cost.collectives import add_all_gather, add_all_reduce, add_p2p
 from nereus_core.cost.kernels import kernels_of, layer_gemm_s
 from nereus_core.cost.lengths import Lengths
-from nereus_core.cost.op_classes import FloatArray, OpClass, Work
+from nereus_core.cost.op_classes import FloatArray, IntArray, OpClass, Work
 from nereus_core.cost.passes import KERNELS_PER_LAYER, KERNELS_PER_PASS, add_launches, elementwise
 from nereus_core.cost.shapes import Options, RankShapes
 from nereus_core.model import ModelSpec
@@ -76,6 +76,45 @@ def add_generation(
         lengths: tokens per sequence.
         waves: sequences that follow one another in a slot, as far as the cache has too few slots.
     """
+    distinct, which = _distinct(options, waves)
+    own = Work(len(distinct))
+    at = options.take(distinct)
+    passed = _add_products(own, job, model, at, shapes.take(distinct), lengths, waves[distinct])
+    work.table += own.table[which]
+    # What pipeline ranks hand on, once for each kind of link between them.
+    row = model.hidden * job.precision.param_bytes
+    for crosses in (False, True):
+        hop = Work(len(distinct))
+        for size, times in passed:
+            links = np.full(len(distinct), crosses)
+            add_p2p(hop, job.cluster, links, size * row, times)
+        hops = (options.pp - 1) * (options.pp_crosses == crosses)
+        work.table += hop.table[which] * hops[:, None]
+
+
+def _distinct(options: Options, waves: FloatArray) -> tuple[IntArray, IntArray]:
+    """Rows that differ in what products depend on, and for every row which of them it is like.
+
+    Neither pp nor what units or pipeline ranks cross changes a product.
+    """
+    levels, wave = np.unique(waves, return_inverse=True)
+    code = (options.tp * (options.dp.max(initial=0) + 1) + options.dp) * len(levels) + wave
+    _, first, which = np.unique(
+        2 * code + options.tp_crosses, return_index=True, return_inverse=True
+    )
+    return first, which
+
+
+def _add_products(
+    work: Work,
+    job: Job,
+    model: ModelSpec,
+    options: Options,
+    shapes: RankShapes,
+    lengths: Lengths,
+    waves: FloatArray,
+) -> tuple[tuple[FloatArray, FloatArray], ...]:
+    """Add all but what pipeline ranks hand on; returns its tokens per pass, and passes."""
     spec, each = job.cluster.device_spec, job.precision.param_bytes
     kernels, layers, head_dim = kernels_of(spec), model.num_layers, float(model.head_dim)
     sequences = job.global_batch / options.dp
@@ -118,10 +157,10 @@ def add_generation(
     steps = iterations.sum(axis=0)
     add_launches(work, job, (chunks + steps) * (KERNELS_PER_LAYER * layers + KERNELS_PER_PASS))
 
-    for size, times in ((chunk, chunks), (alive, iterations)):
+    passes = ((chunk, chunks), (alive, iterations))
+    for size, times in passes:
         sums = times * (2 * layers + 1)
         add_all_reduce(work, job.cluster, options.tp_crosses, ranks, size * row, sums)
-        hops = times * (options.pp - 1)
-        add_p2p(work, job.cluster, options.pp_crosses, size * row, hops)
     logits = 4 * model.vocab * alive
     add_all_gather(work, job.cluster, options.tp_crosses, ranks, logits, iterations)
+    return passes

@@ -10,7 +10,7 @@ import numpy as np
 
 from nereus_core.cost.op_classes import FloatArray
 from nereus_core.errors import CostInputError
-from nereus_core.observation import Observation
+from nereus_core.observation import Observation, TokenStats
 from nereus_core.workload import Job
 
 _P95_DEVIATIONS = 1.645
@@ -41,8 +41,12 @@ class Lengths:
 
     @classmethod
     def of(cls, observation: Observation) -> Self:
-        """What was seen in a step; a count of zero is taken as one token."""
-        prompt, response = observation.prompt_tokens, observation.response_tokens
+        """What was seen in a step."""
+        return cls.of_tokens(observation.prompt_tokens, observation.response_tokens)
+
+    @classmethod
+    def of_tokens(cls, prompt: TokenStats, response: TokenStats) -> Self:
+        """Read two distributions; a count of zero is taken as one token."""
         mean = max(1.0, response.mean)
         p95 = max(mean, response.p95)
         longest = max(p95, float(response.max))

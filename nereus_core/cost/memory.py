@@ -40,6 +40,9 @@ def transient_bytes(
     """Bytes that exist only while the stage runs: gradients, activations, logits, KV cache."""
     model, each = job.model(stage), job.precision.param_bytes
     sequences = job.global_batch / options.dp
+    # Ranks that take sequences of their own (`Job.device_batch`) hold them with the whole model's
+    # activations; ranks that share theirs hold a part of each.
+    ranks = options.tp if job.device_batch is not None else np.ones(len(options))
     if stage.stage is Stage.GENERATE:
         alive = np.ceil(sequences / waves)
         # A cache is paged, so that all at once hold no more than the 95th percentile each.
@@ -47,14 +50,15 @@ def transient_bytes(
         tokens = lengths.prompt_mean + np.minimum(longest, lengths.response_p95)
         cache = 2 * shapes.kv * shapes.layers * each * tokens * alive
         return np.asarray(cache + 2 * _LOGITS_BYTES * shapes.vocab * alive)
-    tokens = np.minimum(job.micro_batch, sequences) * lengths.total_max
+    tokens = np.minimum(job.micro_batch, np.ceil(sequences / ranks)) * lengths.total_max
     # Logits and their softmax; a value head has one output.
-    logits = 2 * _LOGITS_BYTES * (shapes.vocab if model.head == "lm" else 1.0) * tokens
+    logits = 2 * _LOGITS_BYTES * (shapes.vocab * ranks if model.head == "lm" else 1.0) * tokens
     # Kept for backward per token and layer: block inputs, normed inputs (twice), q, k, v, attention
     # output; gate, up, activation, product (Korthikanti et al. 2022 without dropout and scores).
     # With sequence parallelism each rank keeps its part of what all ranks hold otherwise.
-    whole = model.hidden / (options.tp if job.sequence_parallel else np.ones(len(options)))
-    kept = 4 * whole + 2 * shapes.query + 2 * shapes.kv + 4 * shapes.intermediate
+    parts = options.tp / ranks if job.sequence_parallel else np.ones(len(options))
+    whole = model.hidden / parts
+    kept = 4 * whole + ranks * (2 * shapes.query + 2 * shapes.kv + 4 * shapes.intermediate)
     if stage.stage is Stage.INFER:
         return np.asarray(logits + kept * each * tokens)
     # One-forward-one-backward: the first pipeline rank holds pp micro-batches at once, the last one

@@ -2,9 +2,10 @@
 
 What stays between steps is exact arithmetic; what running needs depends on kernels, allocators and
 how well a cache fills. A device's peak is what stays there and the largest need among the stages
-that meet on it, so a measured peak corrects that stage. Corrections are bounded, and their upper
-bound is what counts: a plan that ran is not called infeasible for ever, and one that needs more
-than predicted is caught.
+that meet on it, so a measured peak corrects that stage. Corrections are bounded. A need is lowered
+no further than to its upper bound and raised to what is expected: a plan that ran is not called
+infeasible for ever, one that needs more than predicted is caught, and a peak that confirms its
+prediction changes nothing. How peaks scatter around what is expected is what the headroom is for.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Peaks:
     )
 
     def factor(self, stage: ModelStage) -> float:
-        """Upper bound of measured / predicted; 1 until a peak of the stage is seen."""
+        """What is reckoned with of measured / predicted; 1 until a peak of the stage is seen."""
         if stage not in self.seen_by:
             return 1.0
         log, variance = self.seen_by[stage]
-        bound = log + _BOUND_DEVIATIONS * math.sqrt(variance)
+        bound = max(log, min(0.0, log + _BOUND_DEVIATIONS * math.sqrt(variance)))
         return math.exp(_GRID * math.ceil(round(bound / _GRID, 6)))
 
     @property

@@ -97,3 +97,15 @@ class RankShapes:
         ends = np.maximum(longer * layer + embed, short * layer + head)
         params = np.where(pp == 1, one_rank, ends)
         return cls(longer, matrix, kv, query, intermediate, vocab, params)
+
+    def take(self, rows: IntArray) -> Self:
+        """Return some of the rows."""
+        return type(self)(
+            self.layers[rows],
+            self.matrix[rows],
+            self.kv[rows],
+            self.query[rows],
+            self.intermediate[rows],
+            self.vocab[rows],
+            self.params[rows],
+        )

@@ -24,8 +24,12 @@ Blocks = tuple[Block, ...]
 
 
 @lru_cache(maxsize=64)
-def partitions(num_stages: int, together: tuple[frozenset[int], ...]) -> tuple[Blocks, ...]:
-    """All set partitions that keep stages together that must be; deterministic order."""
+def partitions(
+    num_stages: int,
+    together: tuple[frozenset[int], ...],
+    apart: tuple[frozenset[int], ...] = (),
+) -> tuple[Blocks, ...]:
+    """All set partitions that keep together, and apart, the stages that must be; in fixed order."""
 
     def extend(blocks: Blocks, stage: int) -> Iterator[Blocks]:
         if stage == num_stages:
@@ -39,6 +43,7 @@ def partitions(num_stages: int, together: tuple[frozenset[int], ...]) -> tuple[B
         blocks
         for blocks in extend((), 0)
         if all(any(group <= set(block) for block in blocks) for group in together)
+        and all(len(group.intersection(block)) <= 1 for block in blocks for group in apart)
     )
 
 

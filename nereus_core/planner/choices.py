@@ -13,7 +13,7 @@ from nereus_core.layout import Layout, layout_problems, layouts
 from nereus_core.plan import Plan
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import Shape
-from nereus_core.workload import Job, ModelStage
+from nereus_core.workload import Job, ModelStage, Stage
 
 Choices = tuple[tuple[int, int, int], ...]
 """(tp, pp, dp) of every way to lay out a stage."""
@@ -106,12 +106,14 @@ def choices_of(
         if now is not None and now.layout not in known and not layout_problems(model, now.layout):
             known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
     units = [n for n in range(1, min(total, job.global_batch) + 1) if job.global_batch % n == 0]
+    shared = job.device_batch if stage.stage is not Stage.GENERATE else None
     choices = [
         (layout.tp, layout.pp, dp)
         for layout in known
         if layout.tp <= node_sizes[0] and constraints.allows_layout(stage, layout)
         for dp in units
         if layout.num_devices * dp <= total and constraints.allows_change(stage, now, layout, dp)
+        if shared is None or shared % (layout.num_devices * dp) == 0
     ]
     if not choices:
         raise NoFeasiblePlan(

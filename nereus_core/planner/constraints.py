@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from types import MappingProxyType
 from typing import Self
 
@@ -33,6 +34,8 @@ class Constraints:
     """Devices that no plan uses: excluded by configuration, or draining."""
     forbidden: frozenset[tuple[Kind, Stage]] = frozenset()
     """Primitives the adapter cannot do on a kind of stage."""
+    apart: tuple[frozenset[ModelStage], ...] = ()
+    """Model-stages no two of which may share a device."""
 
     @classmethod
     def of(
@@ -52,6 +55,8 @@ class Constraints:
         try:
             key = "constraints.colocate"
             colocate = tuple(frozenset(map(ModelStage.parse, g)) for g in config.colocate)
+            key = "constraints.apart"
+            apart = tuple(frozenset(map(ModelStage.parse, g)) for g in config.apart)
             key = "constraints.pin"
             pinned = {ModelStage.parse(s): Layout.parse(t) for s, t in config.pin.items()}
             key = "constraints.min_dp"
@@ -63,7 +68,7 @@ class Constraints:
         return cls(
             config.degrees, config.max_tp, config.max_pp, colocate, MappingProxyType(pinned),
             MappingProxyType(min_dp),
-            excluded, frozenset(forbidden),
+            excluded, frozenset(forbidden), apart,
         )  # fmt: skip
 
     def excluding(self, devices: frozenset[Device]) -> Constraints:
@@ -129,10 +134,15 @@ class Constraints:
                 one, other = placement.devices, now.devices
                 if not (one <= other or one >= other):
                     return False
-        return all(
+        together = all(
             plan.sharing(one, other)
             for group in self.colocate
             for one in group
             for other in group
             if one in plan and other in plan
+        )
+        return together and not any(
+            plan.sharing(one, other)
+            for group in self.apart
+            for one, other in combinations(sorted(group.intersection(plan)), 2)
         )

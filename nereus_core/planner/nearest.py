@@ -17,7 +17,7 @@ def tightest(space: Space) -> str:
     choice that needs least of each; that is where one would have to save.
     """
     nearest: tuple[int, str] | None = None
-    for blocks in partitions(len(space.stages), space.together):
+    for blocks in partitions(len(space.stages), space.together, space.apart):
         plan = _smallest(space, blocks)
         if plan is None:
             continue
@@ -60,7 +60,7 @@ def _needs(space: Space, index: int) -> np.ndarray[tuple[int], np.dtype[np.float
 
 def _smallest_row(space: Space, index: int, shape: Shape) -> int | None:
     o = space.options[index]
-    fits, _ = o.grid.fitted(shape)
+    fits, _ = o.fitted(shape)
     if not fits.any():
         return None
     return int(np.where(fits, _needs(space, index), np.inf).argmin())

@@ -98,7 +98,7 @@ class Whole:
         shape = shape_between(base.node_sizes, 0, base.num_devices)
         slopes, stays, peaks = [], [], []
         for i, o in enumerate(base.options):
-            fits, crossing = o.grid.fitted(shape)
+            fits, crossing = o.fitted(shape)
             least = probed.least_bytes(i)
             ever = (o.persistent_bytes[:, None] + least <= capacity) & fits[:, None]
             if not ever.any():

@@ -68,7 +68,9 @@ class _Search:
     def run(self) -> Found:
         candidates = [
             blocks
-            for blocks in partitions(len(self._space.stages), self._space.together)
+            for blocks in partitions(
+                len(self._space.stages), self._space.together, self._space.apart
+            )
             if len(blocks) <= self._space.num_devices
         ]
         bounded = list(zip(self._bounds.of_partitions(candidates), candidates, strict=True))

@@ -9,7 +9,7 @@ import numpy as np
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
 from nereus_core.cost.cost_model import StageTable
-from nereus_core.cost.op_classes import FloatArray, IntArray
+from nereus_core.cost.op_classes import BoolArray, FloatArray, IntArray
 from nereus_core.cost.shapes import Options
 from nereus_core.cost.step import levels
 from nereus_core.errors import NoFeasiblePlan
@@ -42,6 +42,15 @@ class StageOptions:
     table: StageTable
     first_row: IntArray
     """In the table [crossing, option]; an option's rows, one per wave, follow each other."""
+    whole: bool = False
+    """Whether the stage takes every device of its group: `Job.together`."""
+
+    def fitted(self, shape: Shape) -> tuple[BoolArray, IntArray]:
+        """Per choice: whether it may be had in a group of this shape, and what it crosses there."""
+        fits, crossing = self.grid.fitted(shape)
+        if self.whole:
+            fits = fits & (self.grid.num_devices == shape.num_devices)
+        return fits, crossing
 
     def priced(self, row: int, shape: Shape) -> StageTable:
         """Return the table of one option in a group of this shape."""
@@ -146,7 +155,16 @@ class Space:
         """Stages that must share devices, by index."""
         index = {stage: i for i, stage in enumerate(self.stages)}
         return tuple(
-            frozenset(index[s] for s in group if s in index) for group in self.constraints.colocate
+            frozenset(index[s] for s in group if s in index)
+            for group in (*self.constraints.colocate, *self.cost.job.together)
+        )
+
+    @property
+    def apart(self) -> tuple[frozenset[int], ...]:
+        """Stages no two of which may share devices, by index."""
+        index = {stage: i for i, stage in enumerate(self.stages)}
+        return tuple(
+            frozenset(index[s] for s in group if s in index) for group in self.constraints.apart
         )
 
     def objective(self, level_s: FloatArray, group_s: FloatArray) -> FloatArray:
@@ -187,7 +205,7 @@ class Space:
     def fastest(self, stage: int, shape: Shape) -> int:
         """Option row of the stage's fastest way in such a group, whatever memory it needs."""
         o = self.options[stage]
-        fits, crossing = o.grid.fitted(shape)
+        fits, crossing = o.fitted(shape)
         busy_s = o.busy_s[crossing, np.arange(len(crossing))].min(axis=1)
         return int(np.where(fits, busy_s, np.inf).argmin())
 
@@ -205,7 +223,7 @@ class Space:
         key = (stage, shape)
         if key not in self._single:
             o = self.options[stage]
-            fits, crossing = o.grid.fitted(shape)
+            fits, crossing = o.fitted(shape)
             rows = np.flatnonzero(fits)
             busy_s = o.busy_s[crossing[rows], rows]
             need = o.persistent_bytes[rows, None] + o.transient_bytes[rows]
@@ -245,4 +263,5 @@ def _options(
     transient[row] = table.transient_bytes.reshape(-1, waves)
     first_row = np.full((4, len(grid)), -1)
     first_row[crossing, row] = np.arange(len(row)) * waves
-    return StageOptions(stage, level, grid, busy_s, persistent, transient, table, first_row)
+    whole = any(stage in group for group in cost.job.together)
+    return StageOptions(stage, level, grid, busy_s, persistent, transient, table, first_row, whole)

@@ -231,17 +231,20 @@ class Watch:
         """Factors that no stage has become slower or faster by since."""
         before, after = self.cost.efficiencies, cost.efficiencies
         classes = after.log_inverse - before.log_inverse
-        stages = [
-            after.log_residual.get(s, 0.0) - before.log_residual.get(s, 0.0)
-            for s in self._current.stages
-        ]
+        moved = {
+            key: log - before.log_residual.get(key, 0.0) for key, log in after.log_residual.items()
+        }
+        stages = [moved.get(s, 0.0) for s in self._current.stages]
+        own = [moved.get((s, p.layout), 0.0) for s, p in self.plan.items()]
+        layouts = [log for key, log in moved.items() if isinstance(key, tuple)]
         # Syncs have a factor instead; one that is nothing, now or then, has no ratio.
         was, now = self.cost.between.sync_factor, cost.between.sync_factor
         if was != now and not (was > 0 and now > 0):
             return math.inf, 0.0
-        stages.append(0.0 if was == now else math.log(now / was))
-        most, least = float(classes.max()) + max(stages), float(classes.min()) + min(stages)
-        return math.exp(most), math.exp(least)
+        sync = 0.0 if was == now else math.log(now / was)
+        most = max(sync, *map(sum, zip(stages, own, strict=True)))
+        least = min(sync, min(stages) + min(layouts, default=0.0), min(stages))
+        return math.exp(float(classes.max()) + most), math.exp(float(classes.min()) + least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,11 +152,12 @@ class Draft:
 
 def _atoms(units: Collection[Unit]) -> tuple[dict[UnitId, int], dict[int, list[Device]]]:
     """Return the atoms of every unit, one bit each, and the devices of every atom."""
+    groups = {id(unit.devices): unit.devices for unit in units}  # stages that share them, once
     owners: dict[Device, int] = {}
     names = 0
-    for unit in units:
+    for devices in groups.values():
         renamed: dict[int, int] = {}  # devices that were together, and are in this unit, stay so
-        for device in unit.devices:
+        for device in devices:
             before = owners.get(device, 0)
             after = renamed.get(before)
             if after is None:
@@ -168,13 +169,13 @@ def _atoms(units: Collection[Unit]) -> tuple[dict[UnitId, int], dict[int, list[D
     for device, key in owners.items():
         bit = bit_of.setdefault(key, 1 << len(bit_of))
         atoms.setdefault(bit, []).append(device)
-    masks: dict[UnitId, int] = {}
-    for unit in units:
+    masks: dict[int, int] = {}
+    for group, devices in groups.items():
         mask = 0
-        for key in {owners[device] for device in unit.devices}:
+        for key in {owners[device] for device in devices}:
             mask |= bit_of[key]
-        masks[unit.id] = mask
-    return masks, atoms
+        masks[group] = mask
+    return {unit.id: masks[id(unit.devices)] for unit in units}, atoms
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -96,6 +96,19 @@ class Journal:
         """Open or start the journal of a run."""
         return cls(path)
 
+    @classmethod
+    def left_pending(cls, path: Path) -> Pending | None:
+        """Return what the journal of another process says has not ended; the file stays as it is.
+
+        Raises:
+            JournalCorrupt, NereusError: as opening it does.
+        """
+        records, _ = _read(path) if path.exists() else ([], 0)
+        found = cls()
+        for record in records[1:]:
+            found._take(record)
+        return found.pending()
+
     def pending(self) -> Pending | None:
         """Return the transition that has not ended, if there is one."""
         with self._lock:

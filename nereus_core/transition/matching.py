@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nereus_core.cluster import Device
@@ -32,15 +32,10 @@ class InPlace:
     places: tuple[Place, ...]
     layout: Layout
     """Of the units made."""
+    is_split: bool
+    """Whether it stays on the devices of one parent."""
     bridge_to: Place | None = None
     """Where the unit made grows on to, in the target's layout: its place was held in part only."""
-
-    @property
-    def is_split(self) -> bool:
-        """Whether it stays on the devices of one parent."""
-        return len(self.parents) == 1 and all(
-            set(place) <= set(self.parents[0].devices) for place in self.places
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +79,9 @@ def match(
             left.append(unit)
     if not left or not free_places:
         return Match(tuple(kept), (), tuple(free_places), tuple(left))
-    candidates = [
-        candidate
-        for candidate in _candidates(left, list(free_places), layout)
-        if (splits if candidate.is_split else merges)
-    ]
+    candidates = _candidates(left, list(free_places), layout)
+    if not (splits and merges):
+        candidates = [c for c in candidates if (splits if c.is_split else merges)]
     chosen = _packed(model, candidates) if _compete(candidates) else candidates
     used = {u.id for c in chosen for u in c.parents}
     for candidate in chosen:
@@ -110,28 +103,41 @@ def _candidates(units: list[Unit], places: list[Place], layout: Layout) -> list[
     holder = {d: i for i, unit in enumerate(units) for d in unit.devices}
     taker = {d: i for i, place in enumerate(places) for d in place}
     found: list[InPlace] = []
+    if holder.keys().isdisjoint(taker):
+        return found
     for unit in units:
-        shared = Counter([taker.get(d) for d in unit.devices])
-        inside = [places[i] for i, n in shared.items() if i is not None and n == len(places[i])]
+        shared = _counted(unit.devices, taker)
+        inside = [places[i] for i, n in shared.items() if n == len(places[i])]
         if inside:
-            found.append(InPlace((unit,), tuple(inside), layout))
+            found.append(InPlace((unit,), tuple(inside), layout, True))
     for place in places:
-        shared = Counter([holder.get(d) for d in place])
-        covered = shared.pop(None, 0) == 0
-        touching = [units[i] for i in shared if i is not None]
-        if len(touching) > 1 and covered and len({u.layout for u in touching}) == 1:
-            found.append(InPlace(tuple(touching), (place,), layout))
+        shared = _counted(place, holder)
+        touching = [units[i] for i in shared]
+        covered = len(touching) > 1 and sum(shared.values()) == len(place)
+        if covered and len({u.layout for u in touching}) == 1:
+            found.append(InPlace(tuple(touching), (place,), layout, False))
         found += [
-            InPlace((units[i],), (place,), layout)
+            InPlace((units[i],), (place,), layout, False)
             for i, n in shared.items()
-            if i is not None and n == len(units[i].devices) < len(place)
+            if n == len(units[i].devices) < len(place)
         ]
     return found
 
 
+def _counted(devices: Place, owner: Mapping[Device, int]) -> dict[int, int]:
+    """Count devices by owner, in order; those without one are left out."""
+    found: dict[int, int] = {}
+    for device in devices:
+        i = owner.get(device)
+        if i is not None:
+            found[i] = found.get(i, 0) + 1
+    return found
+
+
 def _compete(candidates: list[InPlace]) -> bool:
-    parents = [u.id for c in candidates for u in c.parents]
-    places = [p for c in candidates for p in c.places]
+    """Whether two want one unit or place; all are of one list, so that identity tells."""
+    parents = [id(u) for c in candidates for u in c.parents]
+    places = [id(p) for c in candidates for p in c.places]
     return len(parents) > len(set(parents)) or len(places) > len(set(places))
 
 
@@ -188,7 +194,7 @@ def _cut(candidate: InPlace, taken: frozenset[object]) -> InPlace | None:
     places = tuple(p for p in candidate.places if p not in taken)
     if not places or any(u.id in taken for u in candidate.parents):
         return None
-    return InPlace(candidate.parents, places, candidate.layout)
+    return InPlace(candidate.parents, places, candidate.layout, candidate.is_split)
 
 
 def _bridges(
@@ -214,7 +220,7 @@ def _bridges(
                 there = {d: (between, rank) for rank, d in enumerate(part)}
                 moved = _moved(model, held, part, between) + _moved(model, there, place, layout)
                 if moved <= _BRIDGE * anew:
-                    bridge = InPlace(parents, (part,), between, place)
+                    bridge = InPlace(parents, (part,), between, len(parents) == 1, place)
                     found.append((moved - anew, bridge))
     return [bridge for _, bridge in sorted(found, key=lambda pair: pair[0])]
 

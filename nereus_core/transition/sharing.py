@@ -41,18 +41,18 @@ def _dealt(sources: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]
                 by_place.setdefault(place, []).append(i)
         far = []
         for unit in left:
-            near = [i for place in places(unit) for i in by_place.get(place, ())]
-            i = min(near, key=lambda i: len(shares[i]), default=-1)
+            near = {i for place in places(unit) if place in by_place for i in by_place[place]}
+            i = min(near, key=lambda i: (len(shares[i]), i)) if near else -1
             if i >= 0 and len(shares[i]) < quota:
                 shares[i].append(unit)
             else:
                 far.append(unit)
         left = far
+    rest = iter(left)
     for rank in range(quota + 1):  # the rest to those that have fewest
         for share in shares:
-            if left and len(share) <= rank:
-                share.append(left[0])
-                left = left[1:]
+            if len(share) <= rank and (unit := next(rest, None)) is not None:
+                share.append(unit)
     if len(sources) > len(targets):
         place = {unit.id: i for i, unit in enumerate(sources)}
         for share in shares:

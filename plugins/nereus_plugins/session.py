@@ -8,13 +8,16 @@ it says that the job cannot take its next step, and why.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nereus_core.attach import attached
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
+from nereus_core.errors import NoFeasiblePlan
 from nereus_core.events import EventLog
+from nereus_core.observation import TokenStats
 from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_plugins.banner import banner, refusal, say
@@ -31,6 +34,7 @@ class Session:
     figures: Figures
     _opened: ExitStack
     _closed: bool = False
+    _said: set[str] = field(default_factory=set)
 
     def at_boundary(self) -> dict[str, float]:
         """Observe, decide, and in mode adapt act; returns ``nereus/*`` figures for the job's log.
@@ -41,16 +45,43 @@ class Session:
         if self._closed:
             return {}
         start_s = time.perf_counter()
+        if not self._guarded(self.controller.at_boundary):
+            return {}
+        held_s = time.perf_counter() - start_s
+        return self.figures.drained(self.controller.plan, self.controller.predicted_s, held_s)
+
+    def before_training(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Say how long the sequences of a batch are that is about to be trained on.
+
+        Where the plan is predicted not to hold it, it is changed at once (mode adapt) or what would
+        be done is recorded (advise).
+
+        Raises:
+            NereusError: in mode adapt, when the job cannot go on.
+        """
+        if not self._closed:
+            stats = TokenStats.of(list(prompt)), TokenStats.of(list(response))
+            self._guarded(lambda: self.controller.before_training(*stats))
+
+    def _guarded(self, decide: Callable[[], object]) -> bool:
+        """Let the controller do its work; what it raises ends the job in mode adapt alone.
+
+        Returns whether the session goes on.
+        """
         try:
-            self.controller.at_boundary()
+            decide()
+        except NoFeasiblePlan as error:
+            # Nothing was touched. What is predicted not to fit may still run: the job will tell.
+            if str(error) not in self._said:
+                self._said.add(str(error))
+                say(f"[nereus] {error} The job goes on as it is.")
         except Exception as error:
             self._end(f"failed: {type(error).__name__}: {error}")
             if self.adapts:
                 raise
             say(refusal(self.framework, error))
-            return {}
-        held_s = time.perf_counter() - start_s
-        return self.figures.drained(self.controller.plan, self.controller.predicted_s, held_s)
+            return False
+        return True
 
     @property
     def adapts(self) -> bool:

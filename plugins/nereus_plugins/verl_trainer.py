@@ -2,15 +2,19 @@
 
 The boundary is the entry of ``on_step_end``: training of the step is done and the weights have not
 yet gone to the rollout, so that units made there are served new weights by verl's own next
-synchronization. ``nereus/*`` figures join the step's metrics and reach whatever loggers the job
+synchronization. A second one is ``_balance_batch``: the batch has been sampled and its lengths are
+known, nothing of it has been trained on; a plan that would not hold it is changed there and then.
+``nereus/*`` figures join the step's metrics and reach whatever loggers the job
 has.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nereus_plugins.banner import refusal, say
+from nereus_plugins.deadline import deadline
 from nereus_plugins.session import Session, open_session
 from nereus_plugins.settings import settings_of
 
@@ -26,9 +30,10 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     from omegaconf import OmegaConf
 
     keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
-    settings = settings_of(keys, adapter=FRAMEWORK)
-    if settings is None:
+    found = settings_of(keys, adapter=FRAMEWORK)
+    if found is None:
         return trainer(config, *args, **kwargs)
+    settings = found
 
     class Adapted(trainer):  # type: ignore[misc]  # verl's class is known at run time only
         """verl's trainer with a boundary at every ``on_step_end``."""
@@ -53,10 +58,32 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
             self._nereus.close()
             return result
 
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            with self._limited("verl's step", settings.timeouts.step_s):
+                return super().step(*args, **kwargs)
+
+        def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._nereus is not None:
+                tags = [tag for tag in batch.tags if not tag.get("is_padding", False)]
+                prompt, response = (
+                    [int(tag[key]) for tag in tags if key in tag]
+                    for key in ("prompt_len", "response_len")
+                )
+                self._nereus.before_training(prompt, response)
+            return super()._balance_batch(batch, *args, **kwargs)
+
         def on_step_end(self) -> Any:
             if self._nereus is not None:
                 self._nereus_figures = self._nereus.at_boundary()
-            return super().on_step_end()
+            awaited = "verl's weight synchronization"
+            with self._limited(awaited, settings.timeouts.boundary_s):
+                return super().on_step_end()
+
+        def _limited(self, awaited: str, timeout_s: float) -> AbstractContextManager[None]:
+            """Give verl's own waits an end; a job that is only watched keeps them as they are."""
+            if self._nereus is None or not self._nereus.adapts:
+                return nullcontext()
+            return deadline(f"{awaited} {self.global_steps}", timeout_s)
 
         def _compute_metrics(self, batch: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
             metrics.update(self._nereus_figures)

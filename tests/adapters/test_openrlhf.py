@@ -83,9 +83,10 @@ def test_values_are_computed_by_the_critic_that_trains():
     assert graph.stages[-2:] == (CRITIC_TRAIN, ACTOR_TRAIN)
     assert facts.REWARD_INFER in graph.node(CRITIC_TRAIN).after
     assert graph.algorithm == "ppo"
-    assert REF_INFER not in facts.workload(
-        critic=False, ref=False, reward=False, asynchronous=True
-    ).stages
+    assert (
+        REF_INFER
+        not in facts.workload(critic=False, ref=False, reward=False, asynchronous=True).stages
+    )
 
 
 def arguments(**changes):
@@ -99,7 +100,11 @@ def arguments(**changes):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"ring": 2}, "ring attention"), ({"engines": 0}, "no vLLM engine"), ({"images": 1}, "images")],
+    [
+        ({"ring": 2}, "ring attention"),
+        ({"engines": 0}, "no vLLM engine"),
+        ({"images": 1}, "images"),
+    ],
 )
 def test_a_job_that_nereus_has_no_words_for_is_named(change, named):
     with pytest.raises(JobError, match=named):

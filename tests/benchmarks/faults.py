@@ -15,12 +15,10 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from nereus_conformance.trials import Trials, harness_of, report
+from nereus_conformance.trial import Trials
+from nereus_conformance.trials import LIMIT_S, harness_of, report
 
 ADAPTERS = {"contract": "sim", "real": "torch"}
-LIMIT_S = {"contract": 60.0, "real": 180.0}
-"""A trial that takes longer counts as a hang: every wait in it is far shorter, but a real one
-starts processes, on a machine that may be busy. Chosen, not measured."""
 DEFAULT_TRIALS = {"contract": 2000, "real": 200}
 
 

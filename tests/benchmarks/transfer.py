@@ -7,10 +7,17 @@ transition: seconds from the request to the linked job, bytes moved and their lo
 peak of memory. In the same run, on processes like the seats and the same tensors: the copy
 bandwidth of the machine, and the peers of `paths/`, one file each, which say what they reproduce.
 
+What state lands on decides as much as the way it takes: to touch a page for the first time costs
+more than to copy it (on a virtual machine ten times). So everything is measured twice, and like is
+compared with like. *Cold*: the processes that receive hold no free memory, all of it comes from the
+kernel, and on a virtual machine from its host. *Warm*: they have held as much before and kept it,
+as seats do (`nereus_adapters.torch.pages`) and as the peers' processes are made to here.
+
 Bars (TARGETS T7, T8): a restart from a checkpoint takes >= 50 times, torch Distributed Checkpoint
 through disk >= 10 times as long as the transition; every named peer is beaten; bytes moved equal
 the lower bound; peak memory of state < 2x; the cost of an added replica is flat within 1.5x; and
-state crosses at >= 70% of the copy bandwidth.
+state crosses at >= 70% of the copy bandwidth (memcpy by as many processes as receive; that of all
+cores is beside it). They are judged warm; the same cold stands beside them.
 """
 
 from __future__ import annotations
@@ -18,8 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import mmap
-import multiprocessing
 import os
 import signal
 import sys
@@ -29,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paths.crew import Crew, Report, Scenario, crew
+from paths.crew import GIVEN_BACK_S, Crew, Report, Scenario, crew
 
 from nereus_adapters.torch.adapter import TorchAdapter
 from nereus_adapters.torch.job import TorchJob
@@ -64,8 +69,8 @@ ONE, TWO = (Layout(1, 1), 0), ((Layout(1, 2), 0), (Layout(1, 2), 1))
 EXTEND = Scenario("1->2", (ONE, None), (ONE, ONE))
 RELAYOUT = Scenario("pp2->dp2", TWO, (ONE, ONE))
 REPEATS = 3
-"""Of everything but the restart. The quickest is reported: what disturbs a measurement on a shared
-machine only ever adds to it. All figures are listed beside it."""
+"""Of everything warm. The quickest is reported: what disturbs a measurement on a shared machine
+only ever adds to it. All figures are listed beside it."""
 
 
 def config(run_dir: Path, model: dict[str, Any], seats: int, plan: str) -> NereusConfig:
@@ -143,13 +148,21 @@ class Bench:
         }
 
     def repeated(self, there: str, back: str, times: int = REPEATS) -> dict[str, Any]:
-        """Do a transition several times; return the quickest, and the seconds of all."""
+        """Do a transition once and then several times; return the quickest of the later ones.
+
+        The first is cold where a seat that has never held so much gets state.
+        """
+        time.sleep(GIVEN_BACK_S)
+        first = self.change(there)
         found = []
         for _ in range(times):
+            self.change(back)
             found.append(self.change(there))
-            if len(found) < times:
-                self.change(back)
-        return min(found, key=_seconds) | {"all_seconds": [round(f["seconds"], 4) for f in found]}
+        return min(found, key=_seconds) | {
+            "first_seconds": round(first["seconds"], 4),
+            "first_peak_bytes": first["peak_bytes"],
+            "all_seconds": [round(f["seconds"], 4) for f in found],
+        }
 
 
 def say(what: str) -> None:
@@ -200,22 +213,6 @@ def grow(model: dict[str, Any]) -> dict[str, dict[str, Any]]:
         }
 
 
-def touch(num_bytes: int) -> None:
-    """Use as much memory as the run will, once.
-
-    A virtual machine gets pages from its host when it first touches them, at a tenth of the speed
-    or less (0.2-0.4 GB/s measured here); that is not what is to be measured.
-    """
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        pool.apply(_fill, (num_bytes,))
-
-
-def _fill(num_bytes: int) -> None:
-    pieces = [bytearray(64 * 2**20) for _ in range(num_bytes // (64 * 2**20))]
-    for piece in pieces:
-        piece[:: mmap.PAGESIZE] = b"x" * len(piece[:: mmap.PAGESIZE])
-
-
 def restart(model: dict[str, Any]) -> dict[str, Any]:
     """End the job and start it again with one more unit, through a checkpoint on disk.
 
@@ -246,43 +243,53 @@ def restart(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def against(
-    spec: ModelSpec, scenario: Scenario, ours_s: float
-) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    spec: ModelSpec, scenario: Scenario, ours: dict[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, float]]]:
     """Run the peers' paths on a transition.
 
     Returns:
-        Each path with its ratio to ours; and the copy bandwidth, GB/s of all ranks that lack
-        something in sum.
+        Each path with its ratio to ours; and the copy bandwidth warm and cold, GB/s of all ranks
+        that lack something in sum.
     """
     say(f"copies and peers on {scenario.name}")
     bound = scenario.lower_bound(spec)
     with crew(spec, scenario) as processes:
-        copies = [repeat(processes, "copying") for _ in range(REPEATS)]
-        runs = {name: [repeat(processes, name) for _ in range(REPEATS)] for name in PEERS}
+        runs = {name: _both(processes, name) for name in ("copying", *PEERS)}
+    cold_copy, warm_copies = runs.pop("copying")
     ceiling = {
-        name: bound / 1e9 / min(made.marks[name] for made in copies) for name in ("new", "warm")
-    }
-    found = {name: min(made, key=lambda report: report.seconds) for name, made in runs.items()}
-    return {
-        name: {
-            "seconds": round(report.seconds, 3),
-            "times_ours": round(report.seconds / ours_s, 1),
-            "moved_bytes": report.moved_bytes,
-            "lower_bound_bytes": bound,
-            "cpu_s": round(report.cpu_s, 3),
-            "peak_bytes": report.peak_bytes,
-            "parts_s": report.marks,
-            "all_seconds": [round(made.seconds, 3) for made in runs[name]],
+        state: {
+            name: bound / 1e9 / min(made.marks[name] for made in copies)
+            for name in ("one thread", "all cores")
         }
-        for name, report in found.items()
-    }, ceiling
+        for state, copies in (("cold", [cold_copy]), ("warm", warm_copies))
+    }
+    found = {}
+    for name, (cold, warm) in runs.items():
+        best = min(warm, key=lambda report: report.seconds)
+        found[name] = {
+            "seconds": round(best.seconds, 3),
+            "times_ours": round(best.seconds / ours["seconds"], 1),
+            "cold_seconds": round(cold.seconds, 3),
+            # The seats that are laid out anew have held as much before: there is no cold run.
+            "cold_times_ours": None
+            if scenario is RELAYOUT
+            else round(cold.seconds / ours["first_seconds"], 1),
+            "moved_bytes": best.moved_bytes,
+            "lower_bound_bytes": bound,
+            "cpu_s": round(best.cpu_s, 3),
+            "cold_peak_bytes": cold.peak_bytes,
+            "parts_s": best.marks,
+            "all_seconds": [round(made.seconds, 3) for made in warm],
+        }
+    return found, ceiling
 
 
-def repeat(processes: Crew, name: str) -> Report:
-    """Run a path once more."""
-    report = processes.run(name)
-    say(f"{name}: {report.seconds:.3f} s, {report.marks}")
-    return report
+def _both(processes: Crew, name: str) -> tuple[Report, list[Report]]:
+    """Run a path cold once, and warm several times."""
+    made = [processes.run(name, cold=n == 0) for n in range(1 + REPEATS)]
+    for n, report in enumerate(made):
+        say(f"{name}{'' if n else ', cold'}: {report.seconds:.3f} s, {report.marks}")
+    return made[0], made[1:]
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -290,14 +297,13 @@ def measure(quick: bool) -> dict[str, Any]:
     model = QUICK if quick else SMOLLM2
     spec = ModelSpec.from_hf_config(model, name="actor")
     small = ModelSpec.from_hf_config(SMALL, name="actor")
-    touch(6 * 12 * max(spec.num_params, small.num_params))
     growing = emu(model)
     grown = {} if quick else grow(SMALL)
     restarted = restart(model)
     rivals, ceilings = {}, {}
     for scenario in (EXTEND, RELAYOUT):
         name = scenario.name
-        rivals[name], ceilings[name] = against(spec, scenario, growing[name]["seconds"])
+        rivals[name], ceilings[name] = against(spec, scenario, growing[name])
     for name, found in {**growing, **{f"small {n}": f for n, f in grown.items()}}.items():
         alone = name.removeprefix("small ").startswith("1->2")
         # One process that copies, or two: as many as there are cores here.
@@ -313,15 +319,23 @@ def measure(quick: bool) -> dict[str, Any]:
         "bars": {
             "restart_over_transition": round(restarted["seconds"] / ours["seconds"], 1),
             "dcp_over_transition": peers["dcp"]["times_ours"],
-            "least_peer_over_transition": min(
-                found["times_ours"] for paths in rivals.values() for found in paths.values()
-            ),
+            "least_peer_over_transition": _least(rivals, "times_ours"),
             "moved_over_lower_bound": _quotient(growing, grown),
-            "share_of_copy_bandwidth": ours["share_of_copy_into_new_memory"],
+            "share_of_copy_bandwidth": ours["share_of_copy"],
+            "share_of_copy_by_all_cores": ours["share_of_copy_by_all_cores"],
             "seconds_per_added_replica": {n: round(s, 4) for n, s in each.items()},
             "flatness": round(max(each.values()) / min(each.values()), 2),
         },
-        "copy_gb_per_s": {name: _rounded(found) for name, found in ceilings.items()},
+        "cold": {
+            "restart_over_transition": round(restarted["seconds"] / ours["first_seconds"], 1),
+            "dcp_over_transition": peers["dcp"]["cold_times_ours"],
+            "least_peer_over_transition": _least({"1->2": peers}, "cold_times_ours"),
+            "share_of_copy_bandwidth": ours["first_share_of_copy"],
+        },
+        "copy_gb_per_s": {
+            name: {state: _rounded(rates) for state, rates in found.items()}
+            for name, found in ceilings.items()
+        },
         "transitions": growing,
         "transitions_small": grown,
         "restart": _rounded(restarted),
@@ -329,14 +343,22 @@ def measure(quick: bool) -> dict[str, Any]:
     }
 
 
-def _share(found: dict[str, Any], ceiling: dict[str, float]) -> None:
+def _share(found: dict[str, Any], ceiling: dict[str, dict[str, float]]) -> None:
     """Add the rate of a transition, and which part of the copy bandwidth that is."""
     rate = found["moved_bytes"] / found["seconds"] / 1e9
+    first_rate = found["moved_bytes"] / found["first_seconds"] / 1e9
     found["seconds"] = round(found["seconds"], 4)
     found["gb_per_s"] = round(rate, 2)
-    found["share_of_copy_into_new_memory"] = round(rate / ceiling["new"], 2)
-    found["share_of_copy_into_warm_memory"] = round(rate / ceiling["warm"], 2)
-    found["peak_over_moved"] = round(found["peak_bytes"] / max(1, found["moved_bytes"]), 2)
+    found["share_of_copy"] = round(rate / ceiling["warm"]["one thread"], 2)
+    found["share_of_copy_by_all_cores"] = round(rate / ceiling["warm"]["all cores"], 2)
+    found["first_share_of_copy"] = round(first_rate / ceiling["cold"]["one thread"], 2)
+    found["first_peak_over_moved"] = round(
+        found["first_peak_bytes"] / max(1, found["moved_bytes"]), 2
+    )
+
+
+def _least(rivals: dict[str, dict[str, dict[str, Any]]], what: str) -> float:
+    return min(float(found[what]) for paths in rivals.values() for found in paths.values())
 
 
 def _quotient(*groups: dict[str, dict[str, Any]]) -> float:

@@ -7,16 +7,9 @@ import pytest
 
 from nereus_adapters.sim.adapter import SimAdapter
 from nereus_adapters.sim.harness import SimHarness
-from nereus_conformance.trials import (
-    FAULTS,
-    KILL_CONTROLLER,
-    Trial,
-    Trials,
-    marks,
-    matrix,
-    replaced,
-    table,
-)
+from nereus_conformance.fault_matrix import marks, matrix, read, replaced, table
+from nereus_conformance.points import FAULTS, KILL_CONTROLLER, POINTS
+from nereus_conformance.trial import Trial, Trials
 from nereus_core.layout import Layout
 from nereus_core.phases import Phase
 from nereus_core.plan import Placement, Plan
@@ -39,18 +32,20 @@ def test_two_hundred_faults_lose_no_state_and_hang_nothing(harness, tmp_path):
 
     assert [f"{r.trial}: {r.problem}" for r in results if r.problem] == []
     assert {r.trial.fault for r in results} == set(FAULTS)
-    assert {r.trial.phase for r in results} == set(Phase)
+    assert {r.trial.point for r in results} == set(POINTS)
     assert {
         "goes through",
         "old plan goes on",
         "replanned",
         "resumed",
+        "linked again",
         "StateLost named",
     } <= {r.outcome for r in results}
 
 
 def test_the_fault_matrix_in_the_readme_is_what_happens(harness, tmp_path):
-    rows = table(matrix(Trials(harness, tmp_path), harness.job()))
+    found = matrix(Trials(harness, tmp_path), harness.job())
+    rows = table(found)
 
     assert "WRONG" not in rows
     text = README.read_text(encoding="utf-8")
@@ -58,6 +53,7 @@ def test_the_fault_matrix_in_the_readme_is_what_happens(harness, tmp_path):
         "the table is stale: python -m nereus_conformance.trials --adapter sim "
         "--matrix conformance/README.md"
     )
+    assert read(text, "sim", "contract") == found
     with pytest.raises(ValueError, match="no line"):
         replaced(text.replace(marks("sim", "contract")[1], ""), "sim", "contract", rows)
 

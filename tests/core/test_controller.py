@@ -31,6 +31,7 @@ from nereus_core.events import (
     TransitionStarted,
 )
 from nereus_core.layout import Layout
+from nereus_core.observation import TokenStats
 from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.primitives import Extend, created
 from nereus_core.sim.models import LLAMA_3_1_8B
@@ -406,6 +407,37 @@ def test_responses_that_no_longer_fit_are_urgent_where_another_plan_holds_them(t
     else:
         assert "no plan fits" in decision.rule
         assert watched.controller.plan == before
+
+
+def test_a_batch_that_would_not_fit_changes_the_plan_before_it_is_trained_on():
+    job = replace(big_job(), max_response_tokens=65536)
+    watched = Watched(job, packed(job, generate=(1, 1), train=(2, 1), ref=(1, 1)))
+    watched.run(1000)
+    before, num_seen = watched.controller.plan, len(watched.of(StepObserved))
+    prompt, fits, long = (TokenStats.of([n] * 64) for n in (512, 1000, 16000))
+    assert watched.controller.before_training(prompt, fits) is None
+    decision = watched.controller.before_training(prompt, long)
+    assert (decision.path, decision.trigger, decision.admitted) == ("urgent", "memory", True)
+    assert "the batch just sampled" in decision.event().signal
+    after = watched.controller.plan
+    assert after != before
+    assert watched.job.adapter.plan_linked == after
+    lengths = Lengths(512, 16000, 16000, 16000)
+    assert CostModel(job).memory_problem(before, lengths)
+    assert CostModel(job).memory_problem(after, lengths) is None
+    assert len(watched.of(StepObserved)) == num_seen  # no step was completed meanwhile
+
+
+def test_a_batch_that_would_not_fit_changes_nothing_in_a_mode_that_may_not():
+    job = replace(big_job(), max_response_tokens=65536)
+    long = TokenStats.of([16000] * 64)
+    for mode, decides in (("observe", False), ("advise", True)):
+        plan = packed(job, generate=(1, 1), train=(2, 1), ref=(1, 1))
+        watched = Watched(job, plan, config={"mode": mode})
+        watched.run(1000)
+        decision = watched.controller.before_training(TokenStats.of([512] * 64), long)
+        assert (decision is not None) is decides
+        assert watched.controller.plan == plan
 
 
 def busy_boundary(watched):

@@ -193,5 +193,25 @@ def test_stages_measured_alone_leave_others_uncalibrated():
     seen = world.observe(NOW, 1)
     only = replace(seen, stage_s={ACTOR_GENERATE: seen.stage_s[ACTOR_GENERATE]})
     cost = CostModel(JOB).refined(NOW, only)
-    assert set(cost.efficiencies.log_residual) == {ACTOR_GENERATE}
+    layout = NOW[ACTOR_GENERATE].layout
+    assert set(cost.efficiencies.log_residual) == {ACTOR_GENERATE, (ACTOR_GENERATE, layout)}
     assert cost.between.seconds == 0.0
+
+
+def test_what_was_seen_of_a_layout_stays_when_the_job_has_gone_elsewhere():
+    world, cost, other = World(0), CostModel(JOB), plan_of(Layout(2, 1))
+
+    def ratio(cost: CostModel) -> float:
+        return cost.step(other, LENGTHS).step.mean_s / cost.step(NOW, LENGTHS).step.mean_s
+
+    for step in range(6):
+        cost = cost.refined(NOW, world.observe(NOW, step))
+    expected = ratio(cost)
+    for step in range(6, 12):
+        cost = cost.refined(other, world.observe(other, step, slow=1.2))
+    # All stages slower at once may be the machine; part of it is laid to the layout all the same.
+    assert 1.04 * expected < ratio(cost) < 1.25 * expected
+    layout = other[ACTOR_TRAIN].layout
+    assert cost.efficiencies.log_residual[ACTOR_TRAIN, layout] > 0.01
+    seen, fresh = (cost.saving(other, plan, LENGTHS) for plan in (NOW, UNSEEN[1]))
+    assert seen.high_s - seen.low_s < fresh.high_s - fresh.low_s

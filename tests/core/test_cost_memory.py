@@ -89,3 +89,17 @@ def test_longer_responses_need_more(layout):
     longer = replace(LENGTHS, response_p95=4096.0, response_max=8192.0)
     before, after = cost.memory(plan, LENGTHS), cost.memory(plan, longer)
     assert all(after[d] > before[d] for d in DEVICES)
+
+
+def test_ranks_with_sequences_of_their_own_share_state_and_no_activations():
+    def need(tp, **more):
+        job = replace(JOB, micro_batch=2, **more)
+        plan = plan_of(train=(Layout(tp, 1), DEVICES[:tp]))
+        return CostModel(job).memory(plan, LENGTHS)[DEVICES[0]]
+
+    state = PARAMS * (2 + 2 * 4 + 4 + 4)
+    for tp in (2, 4, 8):
+        # 64 sequences, two of them at a time on every rank: the same activations on each.
+        alone = need(1, device_batch=64) - state
+        assert need(tp, device_batch=64) - state / tp == pytest.approx(alone, rel=0.02)
+        assert need(tp, device_batch=64) > need(tp)

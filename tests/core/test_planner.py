@@ -164,6 +164,20 @@ def test_colocated_stages_share_devices_and_pinned_layouts_stay():
     assert all(p.layout.tp <= 2 for p in plan.values())
 
 
+def test_stages_that_must_be_apart_share_no_device():
+    cost = CostModel(job_of())
+    free = best(cost, LENGTHS, Constraints()).best
+    everything = Constraints(apart=(frozenset(cost.job.workload.stages),))
+    planned = best(cost, LENGTHS, everything)
+    plan = planned.best.plan
+    assert sum(len(p.devices) for p in plan.values()) == len(plan.devices)
+    assert planned.best.step.step.mean_s >= free.step.step.mean_s
+    assert everything.allows(plan, None)
+    assert everything.allows(free.plan, None) == (plan == free.plan)
+    pair = Constraints(apart=(frozenset({ACTOR_TRAIN, REF_INFER}),))
+    assert not best(cost, LENGTHS, pair).best.plan.sharing(ACTOR_TRAIN, REF_INFER)
+
+
 def test_a_least_number_of_units_is_kept_as_far_as_devices_and_memory_allow():
     asked = Constraints(min_dp={ACTOR_TRAIN: 4}, pinned={ACTOR_TRAIN: Layout(1, 1)})
     cost = CostModel(job_of())

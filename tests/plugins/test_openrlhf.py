@@ -70,8 +70,10 @@ def test_without_openrlhf_the_line_that_installs_it_is_named(capsys):
     assert "pip install 'nereus[openrlhf]'" in capsys.readouterr().err
 
 
-def arguments(zero_stage):
-    return SimpleNamespace(ds=SimpleNamespace(zero_stage=zero_stage))
+def arguments(zero_stage, **colocated):
+    names = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward", "async_enable")
+    train = SimpleNamespace(**(dict.fromkeys(names, False) | colocated))
+    return SimpleNamespace(ds=SimpleNamespace(zero_stage=zero_stage), train=train)
 
 
 def test_pipelines_are_never_planned_and_asking_for_them_is_an_error():
@@ -84,6 +86,29 @@ def test_under_zero3_ranks_keep_whole_layers_and_engines_may_be_cut():
     pin = bounded(NereusConfig(), arguments(3)).constraints.pin
     assert pin["actor/train"] == pin["ref/infer"] == "tp1pp1"
     assert "actor/generate" not in pin
+
+
+@pytest.mark.parametrize(
+    ("colocated", "together", "apart"),
+    [
+        ({}, [], [("actor/generate", "actor/train"), ("actor/train", "ref/infer")]),
+        (
+            {"colocate_actor_ref": True},
+            [("actor/train", "ref/infer")],
+            [("actor/generate", "ref/infer"), ("critic/train", "reward/infer")],
+        ),
+        ({"colocate_all": True}, [("actor/generate", "critic/train")], []),
+        (
+            {"colocate_all": True, "async_enable": True},
+            [("actor/train", "critic/train")],
+            [("actor/generate", "actor/train")],
+        ),
+    ],
+)
+def test_stages_share_devices_where_the_job_was_started_so(colocated, together, apart):
+    found = bounded(NereusConfig(), arguments(2, **colocated)).constraints.apart
+    assert not set(together) & set(found)
+    assert set(apart) <= set(found)
 
 
 def test_a_directory_tells_news_once():

@@ -159,17 +159,24 @@ def small_plans(
     return [Plan(plan) for plan in plans]
 
 
-def distinct(plans: list[Plan], devices: tuple[Device, ...]) -> list[Plan]:
-    """Leave one of plans that are alike but for the names of devices."""
-    seen: set[object] = set()
-    found = []
-    for plan in plans:
-        if _key(plan, {d: i for i, d in enumerate(devices)}) in seen:
+def distinct_pairs(
+    plans: list[Plan], devices: tuple[Device, ...]
+) -> Iterator[tuple[Plan, list[Plan]]]:
+    """Yield plans with the targets to explore from each: pairs that are alike but for the names of
+    devices come once.
+    """
+    number = {d: i for i, d in enumerate(devices)}
+    orders = list(permutations(range(len(devices))))
+    renamed = [{d: order[i] for d, i in number.items()} for order in orders]
+    index = {_key(plan, number): i for i, plan in enumerate(plans)}
+    # images[i][r]: which plan the i-th is once devices are renamed in the r-th way
+    images = [[index[_key(plan, names)] for names in renamed] for plan in plans]
+    for i, before in enumerate(plans):
+        if min(images[i]) < i:
             continue
-        found.append(plan)
-        for order in permutations(range(len(devices))):
-            seen.add(_key(plan, dict(zip(devices, order, strict=True))))
-    return found
+        same = [r for r, image in enumerate(images[i]) if image == i]
+        afters = [p for j, p in enumerate(plans) if j == min(images[j][r] for r in same)]
+        yield before, afters
 
 
 def _key(plan: Plan, number: Mapping[Device, int]) -> object:

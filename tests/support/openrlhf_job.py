@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -177,12 +178,18 @@ def environment(folder: Path, gpus: int) -> dict[str, str]:
     }
 
 
+def _die_with_parent() -> None:
+    """Ask the kernel to end the driver, and with it its Ray, when this process is killed."""
+    set_pdeathsig = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    ctypes.CDLL(None).prctl(set_pdeathsig, signal.SIGKILL)
+
+
 def run(
     words: list[str],
     folder: Path,
     *,
     gpus: int = 8,
-    timeout_s: float = 300.0,
+    timeout_s: float = 900.0,
     code: str = "",
     more: dict[str, str] | None = None,
     module: str = "nereus_plugins.openrlhf",
@@ -224,6 +231,7 @@ def run(
             env=environment(folder, gpus) | (more or {}),
             cwd=folder,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         try:
             code_ = process.wait(timeout_s)
@@ -236,3 +244,7 @@ def run(
             shutil.rmtree(temporary, ignore_errors=True)
     text = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
     return Ran(code_, text, time.monotonic() - start_s)
+
+
+if __name__ == "__main__":
+    make_assets(Path(sys.argv[1]))

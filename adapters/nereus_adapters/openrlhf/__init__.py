@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from nereus_adapters.openrlhf.seams import SEAMS
 from nereus_core.capabilities import Capabilities, Feature, Support, full, unsupported
 from nereus_core.declaration import AdapterDeclaration
+from nereus_core.errors import WrongHandle
 from nereus_core.hookspecs import hookimpl
 from nereus_core.workload import Stage
 
@@ -67,6 +68,9 @@ def nereus_create_adapter(
     """Attach to a trainer, in the process of its actor."""
     if name != NAME:
         return None
+    # Told by name: a trainer's process has imported the class, others need not.
+    if "BasePPOTrainer" not in [base.__name__ for base in type(handle).__mro__]:
+        raise WrongHandle(NAME, handle, "openrlhf's PPOTrainer or TrainingActor")
     from nereus_adapters.openrlhf.attaching import attach
 
     return attach(handle, config)

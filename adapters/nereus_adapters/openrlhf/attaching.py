@@ -15,24 +15,17 @@ from nereus_adapters.openrlhf.inside import device_kind, max_steps
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.signals import Signals
 from nereus_core.config import NereusConfig
-from nereus_core.errors import WrongHandle
 from nereus_core.gate import Gate
 from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER
 
 
-def attach(handle: object, config: NereusConfig) -> OpenRLHFAdapter:
+def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
     """Attach to a trainer before its first step.
 
     Raises:
-        WrongHandle: it is no trainer of OpenRLHF.
         JobError, ModelConfigError, ConfigError: Nereus has no words for this job.
         WaitTimeout, SeatDead: a rank or an engine does not answer.
     """
-    from openrlhf.trainer.ppo_trainer import BasePPOTrainer
-
-    if not isinstance(handle, BasePPOTrainer):
-        raise WrongHandle("openrlhf", handle, "openrlhf's PPOTrainer or TrainingActor")
-    trainer: Any = handle
     section = facts.backend_section(config)
     facts.refuse_unreadable(trainer.args)
     if config.enabled and config.mode == "adapt":

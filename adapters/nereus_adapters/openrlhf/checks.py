@@ -43,6 +43,13 @@ def refuse(op: Primitive, running: Running, job: Job) -> None:
             raise Unsupported(str(op), "OpenRLHF has no pipeline parallelism", op)
         if stage != ACTOR_GENERATE and unit.layout.tp > 1 and args.ds.zero_stage == 3:
             raise Unsupported(str(op), "DeepSpeed's AutoTP does not go with ZeRO-3", op)
+        groups = [running.bundles[device].pg for device in unit.devices]
+        if stage == ACTOR_GENERATE and (None in groups or len({pg.id for pg in groups}) > 1):
+            raise Infeasible(
+                f"{unit}: the workers of an engine must be in one placement group of Ray; these "
+                "devices are not.",
+                op,
+            )
         for device in unit.devices:
             _refuse_full(op, running, stage, device)
     if stage != ACTOR_GENERATE:
@@ -55,8 +62,8 @@ def _refuse_full(op: Primitive, running: Running, stage: ModelStage, device: Dev
     for other in running.alive.on(device):
         if other.model_stage != stage and (other.model_stage, device) in running.whole:
             raise Infeasible(
-                f"{op}: OpenRLHF gave {device} to {other.model_stage} alone; start the job with "
-                "--train.colocate_all to let stages share devices.",
+                f"{op}: OpenRLHF gave {device} to {other.model_stage} alone; jobs started with "
+                "--train.colocate_all let stages share devices.",
                 op,
             )
 

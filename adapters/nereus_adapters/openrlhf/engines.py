@@ -106,11 +106,11 @@ def stop(running: Running, unit: UnitId) -> None:
     ray.kill(handle)
 
 
-def bring_up(running: Running) -> None:
-    """Start what engines the units alive lack, end those that have no unit, and wait for all.
+def start_missing(running: Running) -> None:
+    """Start what engines the units alive lack, and end those that have no unit; waits for none.
 
     Raises:
-        Infeasible, WaitTimeout, SeatDead: an engine could not be started.
+        Infeasible: an engine cannot be started on its devices.
     """
     wanted = {unit.id: unit for unit in running.alive.of(ACTOR_GENERATE)}
     for left in [u for u in running.engines if u not in wanted]:
@@ -118,7 +118,15 @@ def bring_up(running: Running) -> None:
     for unit_id, unit in wanted.items():
         if unit_id not in running.engines:
             running.engines[unit_id] = start(running, unit)
-    engines = [running.engines[u] for u in wanted]
+
+
+def await_all(running: Running) -> None:
+    """Wait until every engine answers.
+
+    Raises:
+        WaitTimeout, SeatDead: an engine has not come up.
+    """
+    engines = list(running.engines.values())
     outcome(
         [engine.get_num_unfinished_requests.remote() for engine in engines],
         f"{len(engines)} engines to answer",

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nereus_adapters.openrlhf import parking, ranks
 from nereus_adapters.openrlhf.calls import ask, inside, outcome
 from nereus_adapters.openrlhf.facts import REWARD_INFER
 from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.openrlhf.seats import Bundle
 from nereus_core.cluster import Device
-from nereus_core.errors import Infeasible, StateDiffers, WaitTimeout
+from nereus_core.errors import StateDiffers, WaitTimeout
 from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER, ModelStage, Stage
 
 SHARE = 0.2
@@ -89,7 +91,6 @@ def seat(running: Running, stage: ModelStage, parked: Parked) -> int:
         Bytes of state that ranks took in.
 
     Raises:
-        Infeasible: a device has no room for another actor.
         WaitTimeout, SeatDead: a rank does not answer.
         StateDiffers: what arrived is not what was parked.
     """
@@ -139,22 +140,27 @@ def _processes(running: Running, stage: ModelStage, devices: Sequence[Device]) -
 
 
 def _start(running: Running, stage: ModelStage, device: Device, rank: int, world: int) -> Any:
-    bundle, kind = running.bundles[device], running.groups[stage].ray_actor_type
+    kind = running.groups[stage].ray_actor_type
     for waiting in [k for k in running.ranks if k[1] == device]:
         if device not in running.devices_of(waiting[0]):  # a seat without a model holds its share
             ray.kill(running.ranks.pop(waiting))
             running.whole.discard(waiting)
+    bundle = running.bundles[device]
     if bundle.pg is None:
-        raise Infeasible(
-            f"{device} was given to a single actor without a placement group; nothing else can "
-            "be started on it."
-        )
+        bundle = running.bundles[device] = _reserved(running)
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=bundle.pg, placement_group_bundle_index=bundle.index
     )
     started = kind.options(num_cpus=SHARE, num_gpus=SHARE, scheduling_strategy=strategy)
     # The address is put right when the group is built; OpenRLHF looks for a free port without it.
     return started.remote(world, rank, "127.0.0.1", 1)
+
+
+def _reserved(running: Running) -> Bundle:
+    """Reserve a device that a single actor, which Ray placed without a group, has left."""
+    pg = placement_group([{"GPU": 1, "CPU": 1}])
+    outcome(pg.ready(), "a device that an actor has left", running.section.start_s)
+    return Bundle(pg, 0)
 
 
 def kill(running: Running, stage: ModelStage) -> None:

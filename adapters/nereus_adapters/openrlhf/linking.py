@@ -14,8 +14,8 @@ from collections.abc import Collection
 import ray
 from ray.exceptions import RayError
 
-from nereus_adapters.openrlhf import engines, groups
-from nereus_adapters.openrlhf.calls import outcome
+from nereus_adapters.openrlhf import engines, groups, ranks
+from nereus_adapters.openrlhf.calls import ask, outcome
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
 from nereus_core.errors import NereusError, TransitionFailed
@@ -81,11 +81,13 @@ class Linking:
         return taken
 
     def _build(self, stages: Collection[ModelStage]) -> int:
-        taken = 0
+        taken, weights = 0, not set(stages).isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN))
+        if weights:
+            engines.start_missing(self._running)  # they load while groups are built
         for stage in sorted(set(stages) - {ACTOR_GENERATE}):
             taken += groups.seat(self._running, stage, self._parked[stage])
-        if not set(stages).isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
-            engines.bring_up(self._running)
+        if weights:
+            engines.await_all(self._running)
             engines.tie(self._running)
         self._publish()
         return taken
@@ -110,6 +112,11 @@ class Linking:
                 for unit in list(running.engines):
                     ray.kill(running.engines.pop(unit))
             running.alive = self._linked
+            if (
+                ACTOR_TRAIN not in self._changed
+            ):  # its rank 0 may still wait for an engine that died
+                ask(running.handles(ACTOR_TRAIN), ranks.idle, timeout_s=running.section.start_s,
+                    awaited="the actor's ranks to give the old weight-sync group up")  # fmt: skip
             self._build(self._changed)
         except FAILURES as error:
             error.__cause__ = cause

@@ -98,6 +98,10 @@ def join(actor: Any, post: Post, strategy: Any, *init: Any) -> None:
     actor.init_model_from_pretrained(strategy, *init)
 
 
+def idle(actor: Any) -> None:
+    """Return when what was asked of this process before has ended, well or not."""
+
+
 def tie(actor: Any, engines: list[Any], num_engines: int, tp: int) -> None:
     """Give a rank of the actor its engines; rank 0 builds the weight-sync group anew."""
     import torch.distributed as dist

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from math import prod
 
 import torch
 
+from nereus_adapters.torch.pages import Pages
 from nereus_core.errors import OutOfDeviceMemory
 
 HUGE_PAGES: Mapping[str, str] = {
@@ -29,22 +31,26 @@ class Accountant:
     """
 
     def __init__(self) -> None:
+        self.pages = Pages()
         self.resident_bytes = 0
         self.peak_bytes = 0
         self._refuses = False
+        self._lock = threading.Lock()
 
     def refuse_next(self) -> None:
         """Let the next allocation fail as one does for lack of memory, for tests."""
         self._refuses = True
 
     def take(self, num_bytes: int) -> None:
-        """Count storage that now exists."""
-        self.resident_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+        """Count storage that now exists. Safe from several threads, as `drop` is."""
+        with self._lock:
+            self.resident_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def drop(self, num_bytes: int) -> None:
         """Count storage that is gone."""
-        self.resident_bytes -= num_bytes
+        with self._lock:
+            self.resident_bytes -= num_bytes
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -54,9 +60,17 @@ class Accountant:
             self._refuses = False
             size = prod(shape) * dtype.itemsize
             raise OutOfDeviceMemory("an allocation", f"{device}", size, 0)
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = self.storage(shape, dtype, device)
         self.take(tensor.nbytes)
         return tensor
+
+    def storage(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Allocate a tensor that is counted later, or lies in host memory and is not counted."""
+        if device.type == "cpu":
+            return self.pages.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def reset_peak(self) -> None:
         """Start a new window of observation."""

@@ -6,9 +6,13 @@ one of what arrived, which must be equal.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 
 import torch
 import xxhash
@@ -22,6 +26,10 @@ from nereus_core.state import Slot
 
 Digests = Mapping[int, tuple[int, ...]]
 """Rank of the other seat -> digests of the buckets between the two, in their order."""
+
+
+_MOST_THREADS = 4
+"""Of one seat that reads: past a few the memory of a machine is the limit. Chosen, not measured."""
 
 
 class Crossing:
@@ -80,38 +88,51 @@ class Crossing:
         Raises:
             PeerLost, WaitTimeout: another seat is gone or late.
         """
-        left: dict[int, list[int]] = defaultdict(list)
         self._arrived, self._wrong = defaultdict(list), []
+        left: dict[int, list[int]] = defaultdict(list)
         spots = {source: iter(a.spots) for source, a in ways.arrivals.items()}
+        near: list[tuple[Bucket, tuple[Spot, ...]]] = []
+        leaving: list[Bucket] = []
         sent: list[Bucket] = []
         for bucket in self._buckets:
             if bucket.source in ways.arrivals:
-                found = xxhash.xxh3_64()
-                window = ways.arrivals[bucket.source].window
-                for (name, box), where in zip(
-                    bucket.regions, spots[bucket.source], strict=False
-                ):  # the spots of later buckets stay
-                    view = self._write(bucket.slot, name, box)
-                    with self._packed(view):
-                        fetch(window, where, view, found)
-                if spoils():
-                    found = self._spoiled(bucket)
-                self._arrived[bucket.source].append(found.intdigest())
+                near.append((bucket, tuple(islice(spots[bucket.source], len(bucket.regions)))))
             elif bucket.target in ways.readers:
-                found = xxhash.xxh3_64()
-                for name, box in bucket.regions:
-                    view = self._read(bucket.slot, name, box)
-                    with self._packed(view):
-                        digest(view, found)
-                left[bucket.target].append(found.intdigest())
+                leaving.append(bucket)
             else:
                 sent.append(bucket)
+        with ThreadPoolExecutor(_threads(ways) if near else 1) as threads:
+            arriving = threads.map(partial(self._fetched, ways), near)
+            for bucket, found in zip(leaving, threads.map(self._left, leaving), strict=True):
+                left[bucket.target].append(found)
+            for (bucket, _), came in zip(near, arriving, strict=True):
+                found = self._spoiled(bucket) if spoils() else came
+                self._arrived[bucket.source].append(found)
         if group is not None:
             self._wrong = exchange(
                 group, sent, self._read, self._write, self._dtypes, self._device, self._accountant,
                 spoils,
             )  # fmt: skip
         return {target: tuple(found) for target, found in left.items()}
+
+    def _fetched(self, ways: Ways, arrival: tuple[Bucket, tuple[Spot, ...]]) -> int:
+        """Read a bucket out of another process; return the digest of what arrived."""
+        bucket, spots = arrival
+        window, found = ways.arrivals[bucket.source].window, xxhash.xxh3_64()
+        for (name, box), where in zip(bucket.regions, spots, strict=True):
+            view = self._write(bucket.slot, name, box)
+            with self._packed(view):
+                fetch(window, where, view, found)
+        return found.intdigest()
+
+    def _left(self, bucket: Bucket) -> int:
+        """Return the digest of a bucket that others read."""
+        found = xxhash.xxh3_64()
+        for name, box in bucket.regions:
+            view = self._read(bucket.slot, name, box)
+            with self._packed(view):
+                digest(view, found)
+        return found.intdigest()
 
     @contextmanager
     def _packed(self, view: torch.Tensor) -> Iterator[None]:
@@ -123,14 +144,14 @@ class Crossing:
         finally:
             self._accountant.drop(extra)
 
-    def _spoiled(self, bucket: Bucket) -> xxhash.xxh3_64:
+    def _spoiled(self, bucket: Bucket) -> int:
         """Change a bucket where it has arrived, and digest what is there then."""
         found = xxhash.xxh3_64()
         views = [self._write(bucket.slot, name, box) for name, box in bucket.regions]
         flip(views[0])
         for view in views:
             digest(view, found)
-        return found
+        return found.intdigest()
 
     def verify(self, left: Digests) -> None:
         """Compare what arrived with what left, as the seats it left from say.
@@ -149,3 +170,8 @@ class Crossing:
 
     def _leaving(self) -> Iterable[Bucket]:
         return (b for b in self._buckets if b.source == self._rank)
+
+
+def _threads(ways: Ways) -> int:
+    """Share the processors of this host among the seats that read or are read on it."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, ways.near_readers)))

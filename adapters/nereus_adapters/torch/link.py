@@ -45,6 +45,11 @@ def new_secret() -> bytes:
     return secrets.token_bytes(32)
 
 
+def group_secret(secret: bytes) -> bytes:
+    """Derive what the seats of a job prove to one another from what they prove to its driver."""
+    return hmac.digest(secret, b"groups of seats", "sha256")
+
+
 class Link:
     """An authenticated stream of frames over a connected socket; `as_driver` and `as_seat` make it.
 

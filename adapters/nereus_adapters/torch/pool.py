@@ -19,7 +19,7 @@ from nereus_adapters.torch.accountant import HUGE_PAGES
 from nereus_adapters.torch.channel import Channel
 from nereus_adapters.torch.folder import PoolFolder
 from nereus_adapters.torch.line import CLOSE_S, SeatLine
-from nereus_adapters.torch.link import Link, Refused, log
+from nereus_adapters.torch.link import Link, Refused, group_secret, log
 from nereus_adapters.torch.process import Adopted
 from nereus_adapters.torch.serve import Boot
 from nereus_adapters.torch.store import file_address
@@ -147,7 +147,11 @@ class LocalPool(SeatLine[Channel]):
     def _spawn(self, device: Device) -> subprocess.Popen[bytes]:
         index = f":{device.index}" if self._kind == "cuda" else ""
         settings = SeatSettings(
-            f"{self._kind}{index}", self._threads, file_address(self.folder.store), self._start_s
+            f"{self._kind}{index}",
+            self._threads,
+            file_address(self.folder.store),
+            group_secret(self._secret).hex(),
+            self._start_s,
         )
         boot = Boot(asdict(settings), self._secret, str(self.folder.address(device)), self._grace_s)
         told, tell = os.pipe()

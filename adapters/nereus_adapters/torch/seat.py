@@ -60,7 +60,8 @@ class Seat:
         self.device = torch.device(settings.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._shared = open_store(settings.store, settings.connect_s)
+        self._secret = bytes.fromhex(settings.secret)
+        self._shared = open_store(settings.store, settings.connect_s, self._secret)
         self.store: torch.distributed.Store = self._shared
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
@@ -80,7 +81,7 @@ class Seat:
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
-        shard = spec.build(self.device)
+        shard = spec.build(self.device, self.accountant.storage)
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
@@ -94,7 +95,7 @@ class Seat:
         counters: Mapping[str, int | float],
     ) -> None:
         """Build a shard with the state that a checkpoint has."""
-        shard = spec.build(self.device)
+        shard = spec.build(self.device, self.accountant.storage)
         shard.replace(read_boxes(Path(folder), pieces, shard))
         shard.counters.update(counters)
         self.accountant.take(shard.resident_bytes())
@@ -113,7 +114,8 @@ class Seat:
         if park:
             self._to_host(shard)
             self.parked[unit] = shard
-        del shard
+        else:
+            shard.clear()
         self._free()
 
     def unload(self, unit: UnitId) -> None:
@@ -123,7 +125,9 @@ class Seat:
 
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
-        self.parked.pop(unit, None)
+        if unit in self.parked:
+            self.parked.pop(unit).clear()
+            self._free()
 
     def _to_host(self, shard: UnitShard) -> None:
         for name in shard.names:
@@ -177,6 +181,13 @@ class Seat:
             self.accountant.reset_peak()
         return seen
 
+    def warm_bytes(self) -> int:
+        """Return the bytes of pages that ended state has left here, which hold nothing: measured.
+
+        They are the kernel's whenever anybody needs memory; see `pages`.
+        """
+        return self.accountant.pages.warm_bytes()
+
     def measured_bytes(self) -> int:
         """Return the bytes of all distinct storages of tensors that live in this process.
 
@@ -219,6 +230,7 @@ class Seat:
             num_units=num_units,
             device=self.device,
             timeout_s=timeout_s,
+            secret=self._secret,
         )
         self._groups[unit] = groups
         shard.link(groups)
@@ -236,7 +248,7 @@ class Seat:
 
     def join_lane(self, name: str, ways: Ways) -> None:
         """Learn how weights cross on a lane."""
-        self._lanes[name].join(ways, self.store)
+        self._lanes[name].join(ways, self.store, self._secret)
 
     def close_lane(self, name: str) -> None:
         """End a lane."""
@@ -257,7 +269,7 @@ class Seat:
     def transfer(self, op: str, ways: Ways) -> Digests:
         """Second phase: state crosses."""
         try:
-            self._transfers[op].meet(ways, self.store)
+            self._transfers[op].meet(ways, self.store, self._secret)
             # After the meeting: a seat that fails here breaks the group, so that no peer waits.
             self.faults.at("transfer")
             return self._transfers[op].transfer(ways, self.faults.spoils)
@@ -387,7 +399,8 @@ class Seat:
             self.abandon(op)
         for unit in list(self.units):
             self.drop(unit)
-        self.parked.clear()
+        for unit in list(self.parked):
+            self.unpark(unit)
         self.accountant = Accountant()
         self.faults = Faults(self.accountant)
 
@@ -399,6 +412,7 @@ class Seat:
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+        self.accountant.pages.rest()
 
 
 def once(settings: SeatSettings) -> Callable[[], Seat]:

@@ -40,7 +40,7 @@ class Lane:
         """Say where other seats find the weights they need."""
         return self._crossing.offer()
 
-    def join(self, ways: Ways, store: torch.distributed.Store) -> None:
+    def join(self, ways: Ways, store: torch.distributed.Store, secret: bytes) -> None:
         """Learn how weights cross.
 
         Raises:
@@ -52,7 +52,13 @@ class Lane:
         self._ways, meeting = ways, ways.meeting
         if meeting is not None:
             self._group = make_group(
-                store, meeting.name, meeting.rank, meeting.size, self._device, meeting.timeout_s
+                store,
+                meeting.name,
+                meeting.rank,
+                meeting.size,
+                self._device,
+                meeting.timeout_s,
+                secret,
             )
 
     def cross(self) -> Digests:

@@ -21,6 +21,7 @@ from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
 
 Key = tuple[Slot, str]
+_HOST = torch.device("cpu")
 
 
 class Transfer:
@@ -60,7 +61,7 @@ class Transfer:
     def _build(self) -> None:
         if self.part.spec is None:
             return
-        self._new = self.part.spec.build(self._device)
+        self._new = self.part.spec.build(self._device, self._accountant.storage)
         fetched = _by_name(self.part.fetched)
         for name in self._new.names:
             box = self._new.box(name)
@@ -80,7 +81,7 @@ class Transfer:
         if limit is None or self._staged_bytes + size <= limit:
             self._staged_bytes += size
             return self._accountant.empty(box.shape, dtype, self._device)
-        tensor = torch.empty(box.shape, dtype=dtype)
+        tensor = self._accountant.storage(box.shape, dtype, _HOST)
         self._in_host.add(id(tensor))
         return tensor
 
@@ -90,7 +91,7 @@ class Transfer:
         else:
             self._accountant.drop(tensor.nbytes)
 
-    def meet(self, ways: Ways, store: torch.distributed.Store) -> None:
+    def meet(self, ways: Ways, store: torch.distributed.Store, secret: bytes) -> None:
         """Look whether neighbors can be read; join the group of those that exchange messages.
 
         Raises:
@@ -102,7 +103,13 @@ class Transfer:
         meeting = ways.meeting
         if meeting is not None:
             self._group = make_group(
-                store, meeting.name, meeting.rank, meeting.size, self._device, meeting.timeout_s
+                store,
+                meeting.name,
+                meeting.rank,
+                meeting.size,
+                self._device,
+                meeting.timeout_s,
+                secret,
             )
 
     def transfer(self, ways: Ways, spoils: Spoils = lambda: False) -> Digests:
@@ -164,7 +171,7 @@ class Transfer:
             assert old is not None
             if name in self._adopted:
                 found[slot, name] = old.tensor(slot, name)
-                self._blank(old, slot, name)
+                old.blank(slot, name)
                 continue
             whole = self._accountant.empty(box.shape, new.dtype(slot), self._device)
             common = box.intersect(old.box(name))
@@ -175,7 +182,7 @@ class Transfer:
                 self._drop_staged(tensor)
             del self._patches[slot, name]
             self._accountant.drop(old.tensor(slot, name).nbytes)
-            self._blank(old, slot, name)
+            old.blank(slot, name)
             found[slot, name] = whole
         return found
 
@@ -229,12 +236,7 @@ class Transfer:
             tensor = shard.tensor(slot, name)
             if not tensor.is_meta:
                 self._accountant.drop(tensor.nbytes)
-                self._blank(shard, slot, name)
-
-    def _blank(self, shard: UnitShard, slot: Slot, name: str) -> None:
-        """Let go of a tensor's storage: a tensor without any takes its place."""
-        shape, dtype = shard.box(name).shape, shard.dtype(slot)
-        shard.replace({(slot, name): torch.empty(shape, dtype=dtype, device="meta")})
+                shard.blank(slot, name)
 
 
 def reader(

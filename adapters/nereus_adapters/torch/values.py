@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nereus_adapters.torch.engine import OptimizerSpec, UnitShard
+from nereus_adapters.torch.engine import OptimizerSpec, Storage, UnitShard, plain_storage
 from nereus_adapters.torch.reading import Spot, Window
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
@@ -30,6 +30,8 @@ class SeatSettings:
     """Of torch, inside the seat."""
     store: str
     """Address of the store on which seats find one another, see `store.open_store`."""
+    secret: str
+    """Of the job's groups and store, in hexadecimal: what its seats prove to one another."""
     connect_s: float
     """Longest wait for the store."""
 
@@ -55,8 +57,8 @@ class ShardSpec:
     local_rank: int
     stage: Stage
 
-    def build(self, device: torch.device) -> UnitShard:
-        """Build the shard without storage."""
+    def build(self, device: torch.device, storage: Storage = plain_storage) -> UnitShard:
+        """Build the shard without storage; what it makes itself, it makes with ``storage``."""
         return UnitShard(
             self.source.spec,
             self.source.hf_config,
@@ -66,6 +68,7 @@ class ShardSpec:
             getattr(torch, self.source.dtype),
             device,
             self.source.optimizer,
+            storage,
         )
 
 
@@ -118,6 +121,8 @@ class Ways:
     """Ranks of the seats that read here; to others it sends."""
     meeting: Meeting | None
     """Where seats send and receive; None when nobody needs to."""
+    near_readers: int = 1
+    """Seats of this seat's host that read at the same time; they share its processors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from nereus_adapters.torch.crossing import Digests
@@ -32,6 +33,7 @@ def ways(
     pairs = {(m.source, m.target) for m in messages}
     near = {(s, t) for s, t in pairs if may_read and _same_host(by_rank[s], by_rank[t])}
     meets = near != pairs
+    on_host = Counter(_host(by_rank[target]) for target in {target for _, target in near})
 
     def of(device: Device) -> Ways:
         rank = numbering.get(device)
@@ -44,15 +46,17 @@ def ways(
                 arrivals[source] = Arrival(window, by_rank[source].spots[rank])
         readers = frozenset(target for source, target in near if source == rank)
         meeting = Meeting(name, rank, len(numbering), timeout_s) if meets else None
-        return Ways(arrivals, readers, meeting)
+        return Ways(arrivals, readers, meeting, max(1, on_host[_host(by_rank[rank])]))
 
     return {device: of(device) for device in offers}
 
 
+def _host(offer: Offer) -> str | None:
+    return None if offer.window is None else offer.window.host
+
+
 def _same_host(one: Offer, other: Offer) -> bool:
-    if one.window is None or other.window is None:
-        return False
-    return one.window.host == other.window.host
+    return _host(one) is not None and _host(one) == _host(other)
 
 
 def turned(

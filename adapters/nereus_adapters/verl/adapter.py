@@ -73,7 +73,9 @@ class VerlAdapter:
         of_worker = self._devices_of_workers(ranks)
         own = tuple(dict.fromkeys(of_worker.values()))
         spare = free_devices(own, (settings.max_devices or len(own)) - len(own))
-        self._job = job_of(trainer, ranks.facts[0], (*own, *spare), settings)
+        self._job = job_of(
+            trainer, ranks.facts[0], (*own, *spare), settings, hybrid=self._is_hybrid()
+        )
         self._order = (*own, *spare)
         replicas = rollout_units(self._replicas(), of_worker, ())
         self._units = UnitMap([*train_units(ranks, {}), *replicas])

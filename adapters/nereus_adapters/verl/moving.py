@@ -136,7 +136,7 @@ class Move:
     def _bytes(self, route: Route) -> int:
         outline = self.outlines[self._holder(route), route.source]
         each = sum(t.itemsize for (_, name), t in outline.dtypes.items() if name == route.tensor)
-        return each * route.box.num_elements
+        return int(each) * route.box.num_elements
 
     def _holder(self, route: Route) -> str:
         """Name the unit whose rank sends."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nereus_adapters.verl.facts import WorkerFacts
@@ -30,7 +32,12 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def job_of(
-    trainer: Any, facts: WorkerFacts, devices: Sequence[Device], settings: VerlSettings
+    trainer: Any,
+    facts: WorkerFacts,
+    devices: Sequence[Device],
+    settings: VerlSettings,
+    *,
+    hybrid: bool,
 ) -> Job:
     """Read a Job; touches no device.
 
@@ -39,6 +46,7 @@ def job_of(
         facts: Of the first worker of the actor.
         devices: All that the job may use.
         settings: ``nereus.backend``.
+        hybrid: Whether rollouts share the trainers' processes.
     """
     config = trainer.config
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -58,13 +66,22 @@ def job_of(
         max_prompt_tokens=prompt,
         max_response_tokens=response,
         precision=_precision(engines["actor"].params_dtype, actor),
-        micro_batch=_micro_batch(actor, prompt + response) * engines["actor"].shard_size,
+        micro_batch=_micro_batch(actor, prompt + response),
         num_steps=int(trainer.total_training_steps),
         recompute="full"
         if config.actor_rollout_ref.model.get("enable_gradient_checkpointing", False)
         else "none",
-        sequence_parallel=True,
+        together=(frozenset(_workload(trainer).stages),) if hybrid else (),
+        device_batch=math.gcd(int(config.data.train_batch_size), _mini_batch(config))
+        * int(rollout.n),
     )
+
+
+def _mini_batch(config: Any) -> int:
+    """Prompts of a mini-batch, which every engine shares out among all its ranks."""
+    sizes = [int(config.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    critic = config.get("critic", {}).get("ppo_mini_batch_size")
+    return math.gcd(*sizes, int(critic)) if critic else sizes[0]
 
 
 def _has_reference(trainer: Any) -> bool:
@@ -107,6 +124,8 @@ def _precision(params_dtype: str, actor: Any) -> Precision:
 def _cluster(facts: WorkerFacts, devices: Sequence[Device], settings: VerlSettings) -> Cluster:
     spec = device_spec(facts, settings.device_spec)
     on_cpu = spec is CPU_SEAT
+    if settings.device_memory_bytes is not None:
+        spec = replace(spec, memory_bytes=settings.device_memory_bytes)
     return Cluster(
         tuple(devices),
         spec,

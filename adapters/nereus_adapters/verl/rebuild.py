@@ -1,8 +1,8 @@
 """rebuild: leave a process group, join another, and build engines from the shards held here.
 
-Runs inside verl's worker processes. The processes stay: what a restart would pay (imports, contexts,
-compiled code) is paid once per job. Model files are not read: modules are built empty and take
-their parameters from the state that is staged.
+Runs inside verl's worker processes. The processes stay: what a restart would pay (imports,
+contexts, compiled code) is paid once per job. Model files are not read: modules are built empty and
+take their parameters from the state that is staged.
 """
 
 from __future__ import annotations

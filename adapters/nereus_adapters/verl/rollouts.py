@@ -63,6 +63,8 @@ class Rollouts:
 
         async def up() -> None:
             await replica.launch_servers()
+            if self._trainer.trainer_mode != "sync":  # verl opens all of them after the next sync
+                await replica.abort_all_requests()
             await replica.sleep()
 
         try:
@@ -73,7 +75,7 @@ class Rollouts:
         self._replicas[unit.id] = replica
 
     def end(self, unit: UnitId) -> None:
-        """End a unit's replica: at once, or with the epoch switch where the job may still need it."""
+        """End a unit's replica: at once, or with the epoch switch where the job may need it."""
         if unit not in self._linked:
             _end(self._replicas.pop(unit))
 
@@ -135,7 +137,7 @@ class Rollouts:
 
 def shutdown_engine(server: Any) -> None:
     """End what a rollout server started; runs inside it."""
-    engine = getattr(server, "engine", None)
+    engine: Any = getattr(server, "engine", None)
     if hasattr(engine, "shutdown"):
         engine.shutdown()
 

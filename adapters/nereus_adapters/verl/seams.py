@@ -5,6 +5,8 @@ from __future__ import annotations
 from nereus_core.declaration import Seam
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_WORKERS = "verl.workers.engine_workers"
+_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 
 SEAMS = (
     # What the plugin turns: trainers by mode, their loop, its boundary, its metrics.
@@ -14,6 +16,7 @@ SEAMS = (
     Seam(_TRAINER, "PPOTrainer.fit", ("self", "agent_loop_manager")),
     Seam(_TRAINER, "PPOTrainer.step", ("self", "metrics", "timing_raw")),
     Seam(_TRAINER, "PPOTrainer.on_step_end", ("self",)),
+    Seam(_TRAINER, "PPOTrainer._balance_batch", ("self", "batch", "metrics")),
     Seam(_TRAINER, "PPOTrainer._compute_metrics", ("self", "batch", "metrics", "timing_raw")),
     Seam("verl.trainer.ppo.v1", "get_trainer_cls"),
     Seam("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync.on_step_end", ("self",)),
@@ -21,9 +24,66 @@ SEAMS = (
     Seam("verl.trainer.ppo.v1.trainer_separate_async", "PPOTrainerSeparateAsync.on_step_end"),
     # What the adapter reads: worker processes and their engines.
     Seam("verl.single_controller.ray.base", "RayWorkerGroup.workers"),
-    Seam("verl.workers.engine_workers", "TrainingWorker", ("self", "config")),
-    Seam("verl.workers.engine_workers", "ActorRolloutRefWorker", ("self", "config", "role")),
-    Seam("verl.workers.engine.fsdp.transformer_impl", "FSDPEngine"),
+    Seam("verl.single_controller.ray.base", "RayWorkerGroup.worker_names"),
+    Seam(_WORKERS, "TrainingWorker", ("self", "config")),
+    Seam(_WORKERS, "ActorRolloutRefWorker", ("self", "config", "role")),
+    Seam(_ENGINE, "FSDPEngine", ("self", "model_config", "engine_config", "optimizer_config")),
     Seam("verl.workers.rollout.llm_server", "LLMServerManager.get_replicas", ("self",)),
-    Seam("verl.workers.rollout.replica", "RolloutReplica", ("self", "replica_rank", "config")),
+    # What it changes: ranks that part and meet, engines built from shards.
+    Seam("verl.single_controller.ray.base", "RayResourcePool"),
+    Seam(
+        "verl.single_controller.ray.base",
+        "RayWorkerGroup.from_detached",
+        ("cls", "name_prefix", "worker_names", "worker_handles", "ray_cls_with_init"),
+    ),
+    Seam("verl.single_controller.base.worker", "Worker.get_dispatch_collect", ("self",)),
+    Seam(
+        "verl.single_controller.base.worker",
+        "Worker.set_dispatch_collect",
+        ("self", "mesh_name", "dispatch_dp_rank", "collect_dp_rank"),
+    ),
+    Seam(_WORKERS, "TrainingWorker.reset", ("self",)),
+    Seam(_WORKERS, "TrainingWorker.set_loss_fn", ("self", "loss_fn")),
+    Seam(_WORKERS, "ActorRolloutRefWorker.init_model", ("self",)),
+    Seam(_ENGINE, "FSDPEngine.initialize", ("self",)),
+    Seam(_ENGINE, "FSDPEngine._init_device_mesh", ("self",)),
+    Seam(_ENGINE, "FSDPEngine._build_module", ("self",)),
+    Seam("verl.utils.fsdp_utils", "get_init_weight_context_manager", ("use_meta_tensor", "mesh")),
+    Seam(
+        "verl.utils.fsdp_utils",
+        "fsdp2_load_full_state_dict",
+        ("model", "full_state", "device_mesh", "cpu_offload"),
+    ),
+    Seam("verl.utils.model", "get_hf_auto_model_class", ("hf_config",)),
+    Seam(
+        "verl.utils.model",
+        "load_valuehead_model",
+        ("local_path", "torch_dtype", "model_config", "trust_remote_code"),
+    ),
+    Seam("verl.utils.config", "omega_conf_to_dataclass", ("config",)),
+    Seam("verl.utils.device", "get_device_id"),
+    Seam("verl.utils.device", "get_device_name"),
+    Seam("verl.utils.device", "get_nccl_backend"),
+    Seam("verl.utils.device", "get_torch_device"),
+    # Rollout replicas, their balancer, and the trainers' side of the weight synchronization.
+    Seam("verl.workers.rollout.base", "get_rollout_class", ("rollout_name", "mode")),
+    Seam("verl.workers.rollout.replica", "RolloutMode"),
+    Seam(
+        "verl.workers.rollout.replica",
+        "RolloutReplica",
+        ("self", "replica_rank", "config", "model_config", "gpus_per_node"),
+    ),
+    Seam("verl.workers.rollout.replica", "RolloutReplica.launch_servers", ("self",)),
+    Seam("verl.workers.rollout.replica", "RolloutReplica.sleep", ("self",)),
+    Seam("verl.workers.rollout.llm_server", "GlobalRequestLoadBalancer.add_servers", ("servers",)),
+    Seam(
+        "verl.workers.rollout.llm_server",
+        "GlobalRequestLoadBalancer.remove_servers",
+        ("server_ids",),
+    ),
+    Seam("verl.checkpoint_engine", "CheckpointEngineRegistry"),
+    Seam("verl.checkpoint_engine.base", "CheckpointEngineRegistry.new"),
+    Seam(
+        "verl.checkpoint_engine.base", "CheckpointEngineManager.update_weights", ("global_steps",)
+    ),
 )

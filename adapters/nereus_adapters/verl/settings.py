@@ -21,6 +21,8 @@ class VerlSettings(BaseModel):
     """Link inside a node, of `LINK_SPECS`; nvlink4 by default, loopback on CPUs."""
     inter_node: str | None = None
     """Link between nodes; ib-ndr by default, loopback on CPUs."""
+    device_memory_bytes: int | None = Field(None, gt=0)
+    """Memory of a device that plans may count on, where that is not all it has."""
     max_devices: int | None = Field(None, ge=1)
     """Devices that the job may grow to, out of what Ray has free; its own by default."""
 

@@ -123,7 +123,7 @@ def local_box(tensor: torch.Tensor) -> Box:
     return Box(tuple(offset), tuple(shape))
 
 
-# --- Called by the driver ---------------------------------------------------------------------------
+# --- Called by the driver -------------------------------------------------------------------------
 
 
 def outline(worker: Any, role: str, unit: str) -> Outline:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from types import SimpleNamespace
 
 from nereus_core.config import NereusConfig
 from nereus_core.errors import ConfigError
+
+GROUPS = ("actor/train", "critic/train", "ref/infer", "reward/infer")
+"""Stages that OpenRLHF runs in groups of ranks; engines run ``actor/generate``."""
+
+
+def _apart(args: SimpleNamespace) -> list[tuple[str, str]]:
+    """Stages that do not share devices because the job was not started so (``--train.colocate_*``).
+
+    An engine takes its part of a device's memory at once and a rank cannot be put beside it, unless
+    both were sized for that.
+    """
+    train, shared = args.train, set[frozenset[str]]()
+    if train.colocate_all:
+        engines = () if train.async_enable else ("actor/generate",)
+        shared |= {frozenset(pair) for pair in combinations((*engines, *GROUPS), 2)}
+    if train.colocate_actor_ref:
+        shared.add(frozenset(("actor/train", "ref/infer")))
+    if train.colocate_critic_reward:
+        shared.add(frozenset(("critic/train", "reward/infer")))
+    pairs = combinations(("actor/generate", *GROUPS), 2)
+    return [pair for pair in pairs if frozenset(pair) not in shared]
 
 
 def bounded(config: NereusConfig, args: SimpleNamespace) -> NereusConfig:
@@ -19,7 +41,8 @@ def bounded(config: NereusConfig, args: SimpleNamespace) -> NereusConfig:
         raise ConfigError("constraints.max_pp", "OpenRLHF has no pipeline parallelism")
     pin = dict(constraints.pin)
     if args.ds.zero_stage == 3:  # DeepSpeed's AutoTP does not go with ZeRO-3
-        for stage in ("actor/train", "critic/train", "ref/infer", "reward/infer"):
+        for stage in GROUPS:
             pin.setdefault(stage, "tp1pp1")
-    narrow = constraints.model_copy(update={"max_pp": 1, "pin": pin})
+    apart = (*constraints.apart, *_apart(args))
+    narrow = constraints.model_copy(update={"max_pp": 1, "pin": pin, "apart": apart})
     return config.model_copy(update={"constraints": narrow})

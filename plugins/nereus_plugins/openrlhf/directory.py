@@ -59,7 +59,7 @@ def _find(name: str) -> Any:
 
 
 def following(fit: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the loop of the asynchronous generator, with a look for new engines before each use."""
+    """Return the loop of the asynchronous generator, which looks for new engines before use."""
 
     @functools.wraps(fit)
     def fit_following(self: Any, *args: Any, **kwargs: Any) -> Any:

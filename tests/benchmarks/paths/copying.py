@@ -1,13 +1,16 @@
 """The copy bandwidth of the machine: what any transfer between two processes must do at least.
 
 Every rank that lacks something copies as many bytes with memcpy (`Tensor.copy_`) out of memory that
-another process has filled and that is mapped here, all of them at the same time: once into new
-memory, as a transition does, and once more into memory that is there already.
+another process has filled and that is mapped here, all of them at the same time; into memory of the
+state that the crew is in, cold or warm, as every path. Once with one thread a rank, and once with
+as many threads as there are processors for it.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from paths.role import Role
@@ -16,7 +19,7 @@ PIECE = 64 * 2**20
 
 
 def path(role: Role) -> None:
-    """Measure both bandwidths, as marks ``new`` and ``warm`` in seconds."""
+    """Measure both, as marks ``one thread`` and ``all cores`` in seconds."""
     missing = [k for k in role.needed if k not in role.state]
     total = 4 * sum(torch.Size(role.needed[k]).numel() for k in missing)
     file = role.memory / "source"
@@ -31,23 +34,33 @@ def path(role: Role) -> None:
             source.fill_(7)
         role.group.barrier()
         int(source[::4096].sum())  # its pages are known to this process from here on
-        into: list[torch.Tensor] = []
 
-        def new() -> None:
-            for start in range(0, total, PIECE):
-                size = min(PIECE, total - start)
-                begin = start % (4 * PIECE)
-                into.append(
-                    torch.empty(size, dtype=torch.uint8).copy_(source[begin : begin + size])
-                )
+        def copy(threads: int) -> None:
+            into = [
+                torch.empty(min(PIECE, total - start), dtype=torch.uint8)
+                for start in range(0, total, PIECE)
+            ]
 
-        def warm() -> None:
-            for index, piece in enumerate(into):
+            def piece(index: int) -> None:
                 begin = index * PIECE % (4 * PIECE)
-                piece.copy_(source[begin : begin + len(piece)])
+                into[index].copy_(source[begin : begin + len(into[index])])
 
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(piece, range(len(into))))
+
+        readers = len({r for ranks in role.needers.values() for r in ranks} - _complete(role))
+        cores = max(1, len(os.sched_getaffinity(0)) // max(1, readers))
         role.group.barrier()
-        role.timed("new", new)
-        role.timed("warm", warm)
+        role.timed("one thread", lambda: copy(1))
+        role.timed("all cores", lambda: copy(cores))
         role.moved_bytes += total
-        into.clear()
+
+
+def _complete(role: Role) -> set[int]:
+    """Ranks that lack nothing."""
+    ranks = {r for needers in role.needers.values() for r in needers}
+    return {
+        rank
+        for rank in ranks
+        if all(rank in role.holders[k] for k, needers in role.needers.items() if rank in needers)
+    }

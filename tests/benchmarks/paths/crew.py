@@ -1,12 +1,15 @@
 """Crew: processes like seats (same environment, threads and state), in which paths are run.
 
 They are not the seats of the job, so that nothing of a path comes into the product; they hold the
-same tensors, under the same memory settings, one process per device.
+same tensors, under the same memory settings, one process per device. Memory that a path lets go
+stays with its process, as seats keep theirs: a path that is run again finds it *warm*. Before a
+*cold* run all of it is given back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -32,6 +35,11 @@ from nereus_core.model import ModelSpec
 from nereus_core.state import TRAIN_SLOTS, unit_shards
 
 TIMEOUT_S = 300.0
+GIVEN_BACK_S = 3.0
+"""After which pages that were freed are cold: the host of a virtual machine with free page
+reporting (Linux: page_reporting.c, PAGE_REPORTING_DELAY, 2 s) has taken them back."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+"""Of glibc's mallopt (malloc.h)."""
 Seat = tuple[Layout, int] | None
 """Layout of a unit and the local rank of it that a process holds; or nothing."""
 
@@ -65,7 +73,8 @@ class Report:
     seconds: float
     moved_bytes: int
     peak_bytes: int
-    """Sum over the processes of resident memory at its highest, above what was there before."""
+    """Sum over the processes of resident memory at its highest, above what was there before; of a
+    warm run without what was kept."""
     cpu_s: float
     """Processor seconds of all processes: what it costs whatever else the machine does."""
     marks: dict[str, float]
@@ -97,8 +106,11 @@ class Crew:
             self._processes.append(process)
         self._all([("ready",)] * size)
 
-    def run(self, name: str) -> Report:
+    def run(self, name: str, *, cold: bool) -> Report:
         """Run one path on all ranks; raises RuntimeError when state is not what it should be."""
+        if cold:
+            self._all([("give back",)] * len(self._ends))
+            time.sleep(GIVEN_BACK_S)
         disk, memory = self._folder / name, self._memory / name
         for folder in (disk, memory):
             folder.mkdir()
@@ -157,6 +169,9 @@ def _work(
     end: Connection, rank: int, size: int, port: int, model: ModelSpec, scenario: Scenario
 ) -> None:
     torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1)):
+        libc.mallopt(option, value)
     os.environ.update(
         GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(size)
     )
@@ -186,6 +201,9 @@ def _work(
                     }
                 )
                 continue
+            elif message[0] == "give back":
+                gc.collect()
+                libc.malloc_trim(0)
             elif message[0] == "check":
                 assert role is not None
                 if message[1]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from post_import import on_import
 
-GROUP_S = timedelta(seconds=120)
+GROUP_S = timedelta(seconds=float(os.environ.get("OPENRLHF_TEST_GROUP_S", "120")))
 """Longest wait of the weight-sync group."""
 
 

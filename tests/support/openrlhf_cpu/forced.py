@@ -2,7 +2,8 @@
 
 `OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of device
 indices of the one node; a unit of several devices is tensor-parallel. What was seen goes to
-`OPENRLHF_TEST_SEEN`, one JSON object a line.
+`OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step -> names of
+faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between steps.
 """
 
 import hashlib
@@ -59,7 +60,10 @@ def _gathered(actor):
 
 
 def _greedy(actor, prompts, count):
-    """Greedy tokens of the actor's own model. Only where one rank has all of it."""
+    """Greedy tokens of the actor's own model, and by how much each was ahead of the next best.
+
+    Only where one rank has all of the model.
+    """
     import torch
 
     model = actor.actor.model.module
@@ -68,11 +72,13 @@ def _greedy(actor, prompts, count):
     found = []
     with torch.no_grad():
         for prompt in prompts:
-            tokens = list(prompt)
+            tokens, leads = list(prompt), []
             for _ in range(count):
                 logits = model(torch.tensor([tokens])).logits[0, -1].float()
+                best, next_best = logits.topk(2).values.tolist()
+                leads.append(best - next_best)
                 tokens.append(int(logits.argmax()))
-            found.append(tokens[len(prompt) :])
+            found.append({"tokens": tokens[len(prompt) :], "leads": leads})
     model.train(was)
     return found
 
@@ -112,6 +118,78 @@ def _same_tokens(session):
     return {"engines": engines, "actor": actor}
 
 
+FAULTS = {}
+"""What OPENRLHF_TEST_FAULT may name: a function that arranges for the fault, once."""
+
+
+def _once(module, name, before):
+    """Call ``before(*arguments)`` in front of the next call of a function, and never again."""
+    original = getattr(module, name)
+
+    def replaced(*args, **kwargs):
+        setattr(module, name, original)
+        before(*args)
+        return original(*args, **kwargs)
+
+    setattr(module, name, replaced)
+
+
+def _killed_rank():
+    import ray
+
+    from nereus_adapters.openrlhf import groups
+
+    # before digests are compared: the last rank of the new group has its state, and dies
+    _once(groups, "_verify", lambda running, stage, handles, parked: ray.kill(handles[-1]))
+
+
+def _killed_engine():
+    import ray
+
+    from nereus_adapters.openrlhf import engines
+
+    _once(engines, "tie", lambda running: ray.kill(next(iter(running.engines.values()))))
+
+
+def _stopped(actor):
+    """Stop the processes of an engine, and say which: they no longer answer anybody."""
+    import signal
+
+    import psutil
+
+    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    return pids
+
+
+def _hung_broadcast():
+    import ray
+
+    from nereus_adapters.openrlhf import engines
+
+    def stop_first(*_):
+        engine = handles_of_engines[0]
+        pids = ray.get(engine.__ray_call__.remote(_stopped), timeout=60)
+        with Path(os.environ["OPENRLHF_TEST_SEEN"]).with_suffix(".pids").open("w") as lines:
+            lines.write("\n".join(map(str, pids)))
+
+    handles_of_engines = []
+
+    def before_tie(running):
+        handles_of_engines.extend(running.engines.values())
+        _once(engines, "ask", stop_first)
+
+    _once(engines, "tie", before_tie)
+
+
+FAULTS |= {
+    "killed rank": _killed_rank,
+    "killed engine": _killed_engine,
+    "hung engine": _hung_broadcast,
+}
+
+
 def _plan(session, wanted):
     from nereus_core.cluster import Device
     from nereus_core.layout import Layout
@@ -126,8 +204,15 @@ def _plan(session, wanted):
     return Plan(now)
 
 
+def ray_kill(handle):
+    import ray
+
+    ray.kill(handle)
+
+
 def _session(module):
     wanted = json.loads(os.environ["OPENRLHF_TEST_FORCE"])
+    faults = json.loads(os.environ.get("OPENRLHF_TEST_FAULT", "{}"))
     seen = Path(os.environ["OPENRLHF_TEST_SEEN"])
     original = module.Session.at_boundary
 
@@ -139,8 +224,12 @@ def _session(module):
         figures = original(self)
         step = self.controller._adapter._running.signals.step + 1
         if str(step) not in wanted:
+            if "dead engine" in faults.get(str(step), ()):
+                ray_kill(next(iter(self.controller._adapter._running.engines.values())))
             return figures
         before = _look(self)
+        for fault in faults.get(str(step), ()):
+            FAULTS[fault]()
         start_s = time.monotonic()
         error = None
         try:

@@ -2,8 +2,8 @@
 
 ``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.forced`` with ``VERL_CPU_FORCED={"2": {"actor/train":
 ["tp2pp1", 4]}}``: after step 2, the named stages get that layout on the first 4 devices. What was
-seen goes to ``VERL_CPU_FORCED_LOG``, one JSON object a transition. State is read around the adapter:
-whole tensors are gathered and digested with SHA-256.
+seen goes to ``VERL_CPU_FORCED_LOG``, one JSON object a transition. State is read around the
+adapter: whole tensors are gathered and digested with SHA-256.
 """
 
 import hashlib

@@ -182,6 +182,27 @@ def _no_offload(module):
 after_import("verl.workers.engine.fsdp.transformer_impl", _no_offload)
 
 
+# A stand-in for a device's memory: with VERL_CPU_TOKENS=1000, a forward and backward over more
+# tokens than that fails as one that does not fit does.
+def _budget(module):
+    most = int(os.environ.get("VERL_CPU_TOKENS", "0"))
+    if not most:
+        return
+    engine = module.FSDPEngineWithLMHead
+    once = engine.forward_step
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        tokens = int(micro_batch["input_ids"].numel())
+        if not forward_only and tokens > most:
+            raise torch.OutOfMemoryError(f"the test's device holds {most} tokens, not {tokens}")
+        return once(self, micro_batch, loss_function, forward_only)
+
+    engine.forward_step = forward_step
+
+
+after_import("verl.workers.engine.fsdp.transformer_impl", _budget)
+
+
 # 4. A bug of verl 0.9.1 on every platform: logger.info(..., flush=True) with hybrid_engine=False.
 def _no_flush(module):
     log = module.logger

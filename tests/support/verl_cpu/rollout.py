@@ -1,14 +1,16 @@
 """A verl rollout named "hf_cpu": Hugging Face's forward in a Ray actor, without vLLM.
 
 ``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.rollout`` and ``actor_rollout_ref.rollout.name=hf_cpu``.
-A request's samples follow from its prompt, the weights' version and how many same prompts came
-before it in that version: not from which replica serves it, nor from what it is batched with.
+What a request draws follows from its prompt, its name (the same in every run with
+``rollout.full_determinism=True``) and the weights' version: not from which replica serves it, nor
+from what it is batched with. ``VERL_CPU_FAULT`` lets something go wrong in a step:
+``kill-server:2``, ``hang-sync:2``. ``VERL_CPU_LENGTHS=8,16,32`` cuts responses off at 8 tokens in
+the first step, at 16 in the second, and at the last of them from there on.
 """
 
 import asyncio
 import hashlib
 import os
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import ray
@@ -33,13 +35,15 @@ class HFServer:
             model_path, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
         self.thread = ThreadPoolExecutor(1)
-        self.queue, self.running, self.hung = [], False, False
+        self.queue, self.running = [], False
         self.open = asyncio.Event()
         self.open.set()
 
     async def generate(self, request_id, prompt_ids, sampling_params, **_):
         from verl.workers.rollout.replica import TokenOutput
 
+        if _faulty("kill-server", self.global_steps):
+            os._exit(1)
         await self.open.wait()
         answer = asyncio.get_running_loop().create_future()
         self.queue.append((list(prompt_ids), dict(sampling_params), str(request_id), answer))
@@ -77,14 +81,12 @@ class HFServer:
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, *_ in batch])
         position = (mask.cumsum(-1) - 1).clamp(min=0)
         limits = [p.get("max_tokens") or self.response_length for _, p, *_ in batch]
-        limits = [min(n, int(os.environ.get("VERL_CPU_MAX_TOKENS", n))) for n in limits]
+        limits = [min(n, _longest(self.global_steps, n)) for n in limits]
         heat = torch.tensor([max(float(p.get("temperature", 1.0)), 0.0) for _, p, *_ in batch])
-        seeds = Counter()
         draws = []
         for prompt, _, request, _ in batch:
             key = (tuple(prompt), self.global_steps, request)
-            seed = hashlib.sha256(f"{key}{seeds[key]}".encode()).digest()[:8]
-            seeds[key] += 1
+            seed = hashlib.sha256(str(key).encode()).digest()[:8]
             draws.append(torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1))
         past, inputs = None, ids
         tokens, log_probs = [[] for _ in batch], [[] for _ in batch]
@@ -149,6 +151,20 @@ class HFServer:
     start_profile = stop_profile = shutdown = nothing
 
 
+def _longest(step, otherwise):
+    """Tokens allowed in a step by a schedule that a test set."""
+    lengths = os.environ.get("VERL_CPU_LENGTHS")
+    if not lengths:
+        return otherwise
+    each = [int(n) for n in lengths.split(",")]
+    return each[min(step or 0, len(each) - 1)]
+
+
+def _faulty(kind, step):
+    """Whether this is the moment at which a test wants something to go wrong."""
+    return f"{kind}:{step}" in os.environ.get("VERL_CPU_FAULT", "").split(",")
+
+
 def _server_name(replica_rank):
     return f"hf_cpu_server_{replica_rank}"
 
@@ -190,6 +206,8 @@ def _adapter_class():
 
         @torch.no_grad()
         async def update_weights(self, weights, global_steps=None, **_):
+            if _faulty("hang-sync", global_steps):
+                await asyncio.sleep(3600)
             state = {}
             # Every rank walks the weights: gathering one is a collective.
             async for name, tensor in ensure_async_iterator(weights):

@@ -292,6 +292,14 @@ class VllmFactory:
     """Engines of one model on the seats of one host.
 
     Implements `nereus_adapters.rollout.ports.EngineFactory`.
+
+    Args:
+        settings: how engines are started.
+        model: shapes.
+        devices: of this host; a seat is forked for each when it is first needed.
+        accelerator: what devices are.
+        recycle_bytes: a seat that has grown by more is replaced between two engines; None: never.
+        pool: seats of somebody else, who closes them.
     """
 
     def __init__(
@@ -302,11 +310,13 @@ class VllmFactory:
         *,
         accelerator: Literal["cpu", "cuda"] = "cpu",
         recycle_bytes: int | None = None,
+        pool: SeatPool | None = None,
     ) -> None:
         self._settings, self._model, self._devices = settings, model, devices
         self._recycle_bytes = recycle_bytes
         env = {**SEAT_ENV, **(CPU_ENV if accelerator == "cpu" else {})}
-        self.pool = SeatPool(env, start_s=settings.start_s)
+        self._owns_pool = pool is None
+        self.pool = pool or SeatPool(accelerator, env)
         self._ports: dict[str, int] = {}
         self._base_bytes: dict[Device, int] = {}
         self.recycled = 0
@@ -324,6 +334,8 @@ class VllmFactory:
         mine = devices if leased else devices[:1]
         if not leased and devices[0] in self.pool.alive:
             self.pool.renew(devices[0])  # a stock engine starts in a process of its own
+        if len(set(devices)) != len(devices):
+            raise EngineError(name, "start", f"a device is listed twice: {list(map(str, devices))}")
         self.pool.start(mine)
         seats = tuple(self.pool.seat(device) for device in mine)
         port = _free_port()
@@ -404,8 +416,9 @@ class VllmFactory:
                 self.recycled += 1
 
     def close(self) -> None:
-        """End all seats."""
-        self.pool.close()
+        """End all seats, unless the pool is somebody else's."""
+        if self._owns_pool:
+            self.pool.close()
         for port in self._ports.values():
             _sweep(port)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import secrets
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,7 @@ from typing import Any
 
 import nereus_adapters
 import nereus_core
-from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Drawn, Reply
+from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Drawn, Fork, Reply
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
 
@@ -40,6 +43,101 @@ class SeatError(NereusError):
         self.add_note(reply.trace)
 
 
+class Forked:
+    """A process that the stem forked: not our child, its end is seen and its exit code is not."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait for its end; returns whether it came."""
+        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+
+class Stem:
+    """The process that forks seats; started with the first one, and again should it have ended."""
+
+    def __init__(self, boot: Boot, env: Mapping[str, str], log: Path, start_s: float) -> None:
+        self._boot, self._env, self._log, self._start_s = boot, env, log, start_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fork(self, fork: Fork) -> Forked:
+        """Fork a seat.
+
+        Raises:
+            NereusError: the stem ended in its imports; its output is a note.
+            WaitTimeout: it took too long.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._started()
+            stem = self._process
+            assert stem.stdin is not None
+            stem.stdin.write(pickle.dumps(fork))
+            stem.stdin.flush()
+            return Forked(int(self._line(stem)))
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        paths = [str(Path(m.__path__[0]).parent) for m in (nereus_core, nereus_adapters)]
+        env = {**os.environ, **self._env}
+        env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH", "")])])
+        with self._log.open("ab") as output:
+            stem = subprocess.Popen(
+                [sys.executable, "-m", "nereus_adapters.rollout.vllm.stem"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=env,
+            )
+        assert stem.stdin is not None
+        stem.stdin.write(pickle.dumps(self._boot))
+        stem.stdin.flush()
+        self._line(stem)
+        return stem
+
+    def _line(self, stem: subprocess.Popen[bytes]) -> bytes:
+        assert stem.stdout is not None
+        if not select.select([stem.stdout], [], [], self._start_s)[0]:
+            stem.kill()
+            stem.wait(_END_S)
+            raise WaitTimeout("the stem of the vLLM seats to finish its imports", self._start_s)
+        line = stem.stdout.readline()
+        if not line:
+            error = NereusError(
+                f"the stem of the vLLM seats ended (exit code {stem.wait(_END_S)})."
+            )
+            error.add_note(self._log.read_text(encoding="utf-8", errors="replace")[-4000:])
+            raise error
+        return line
+
+    def close(self) -> None:
+        """End it."""
+        with self._lock:
+            stem, self._process = self._process, None
+        if stem is not None:
+            assert stem.stdin is not None
+            assert stem.stdout is not None
+            with contextlib.suppress(OSError):
+                stem.stdin.close()
+            try:
+                stem.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                stem.kill()
+                stem.wait(_END_S)
+            stem.stdout.close()
+
+
 class SeatProcess:
     """One seat: calls out, replies and tokens in, word of its death.
 
@@ -49,9 +147,7 @@ class SeatProcess:
         connection: to it, greeted.
     """
 
-    def __init__(
-        self, device: Device, process: subprocess.Popen[bytes], connection: Connection
-    ) -> None:
+    def __init__(self, device: Device, process: Forked, connection: Connection) -> None:
         self.device, self.process = device, process
         self._connection = connection
         self._lock = threading.Lock()
@@ -79,7 +175,7 @@ class SeatProcess:
         future: Future[Any] = Future()
         with self._lock:
             if self._ended:
-                future.set_exception(SeatDead(self.device, self.process.poll(), call))
+                future.set_exception(SeatDead(self.device, None, call))
                 return future
             self._open[self._next] = (call, future)
             message = Call(self._next, call, kwargs)
@@ -111,13 +207,9 @@ class SeatProcess:
         """Let the process end, after what it is doing; kill it when that takes long."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(None)
-        try:
-            self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        if not self.process.ended(_END_S):
             self.process.kill()
-            self.process.wait(_END_S)
         self._reader.join(_END_S)
-        self._connection.close()
 
     def _read(self) -> None:
         while True:
@@ -136,50 +228,51 @@ class SeatProcess:
                     future.set_result(message.value)
                 else:
                     future.set_exception(SeatError(self.device, method, message))
-        try:
-            code = self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        if not self.process.ended(_END_S):
             self.process.kill()
-            code = self.process.wait(_END_S)
+            self.process.ended(_END_S)
         with self._lock:
             self._ended = True
             left, self._open = self._open, {}
         for method, future in left.values():
-            future.set_exception(SeatDead(self.device, code, method))
-        self.on_broken(f"seat {self.device} ended (exit code {code})")
+            future.set_exception(SeatDead(self.device, None, method))
+        self.on_broken(f"seat {self.device} ended")
+        self._connection.close()
+        self.process.close()
 
 
 class SeatPool:
-    """Seats by device. Thread-safe.
+    """Seats by device, forked from one stem. Thread-safe.
 
     Args:
+        accelerator: ``cpu`` or ``cuda``.
         env: variables of every seat, besides those of this process.
-        start_s: longest wait for a seat to come up: imports take 8-10 CPU seconds.
+        start_s: longest wait for the stem's imports and for a seat to come up.
     """
 
-    def __init__(self, env: Mapping[str, str], *, start_s: float = 180.0) -> None:
-        self._env, self._start_s = dict(env), start_s
+    def __init__(self, accelerator: str, env: Mapping[str, str], *, start_s: float = 600.0) -> None:
+        self._start_s = start_s
         self.secret = secrets.token_bytes(32)
         self.folder = Path(tempfile.mkdtemp(prefix="nereus-seats-"))
+        boot = Boot(self.secret.hex(), os.getpid(), accelerator)
+        self._stem = Stem(boot, env, self.folder / "stem.log", start_s)
         self._lock = threading.Lock()
         self._seats: dict[Device, SeatProcess] = {}
         self._addresses: dict[Device, str] = {}
-        self._count = 0
+        self._count = itertools.count()
 
     def start(self, devices: Iterable[Device]) -> None:
-        """Start seats, all at once, and wait until they are up; a live one is left alone.
+        """Start seats and wait until they are up; a live one is left alone.
 
         Raises:
             SeatDead: one ended while it started; its output is in the error's note.
             WaitTimeout: one did not come up in time.
         """
-        wanted = [d for d in devices if d not in self.alive]
-        started = {device: self._spawn(device) for device in wanted}
-        deadline = time.monotonic() + self._start_s
-        for device, (process, address) in started.items():
-            seat = self._greet(device, process, address, deadline)
-            with self._lock:
-                self._seats[device] = seat
+        for device in devices:
+            if device not in self.alive:
+                seat = self._started(device)
+                with self._lock:
+                    self._seats[device] = seat
 
     def seat(self, device: Device) -> SeatProcess:
         """Return a seat; raises SeatDead for one that is not there."""
@@ -211,7 +304,7 @@ class SeatPool:
         """End a seat's process at once."""
         with self._lock:
             seat = self._seats.get(device)
-        if seat is not None:
+        if seat is not None and seat.alive:
             seat.kill()
 
     def close(self) -> None:
@@ -223,48 +316,27 @@ class SeatPool:
             thread.start()
         for thread in threads:
             thread.join(3 * _END_S)
+        self._stem.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _spawn(self, device: Device) -> tuple[subprocess.Popen[bytes], str]:
-        with self._lock:
-            self._count += 1
-            name = f"{self._count}"
-        address = str(self.folder / f"{name}.sock")
-        log = self.folder / f"{name}.log"
-        paths = [str(Path(m.__path__[0]).parent) for m in (nereus_core, nereus_adapters)]
-        env = {**os.environ, **self._env}
-        env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH", "")])])
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "nereus_adapters.rollout.vllm.serve"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-            )
-        assert process.stdin is not None
-        process.stdin.write(pickle.dumps(Boot(address, self.secret.hex(), str(log))))
-        process.stdin.close()
-        self._addresses[device] = address
-        return process, address
-
-    def _greet(
-        self, device: Device, process: subprocess.Popen[bytes], address: str, deadline: float
-    ) -> SeatProcess:
-        while not Path(address).exists():
-            if process.poll() is not None:
-                error = SeatDead(device, process.returncode, "its start")
-                log = Path(address).with_suffix(".log")
+    def _started(self, device: Device) -> SeatProcess:
+        name = str(next(self._count))
+        address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
+        deadline = time.monotonic() + self._start_s
+        process = self._stem.fork(Fork(str(address), str(log)))
+        while not address.exists():
+            if process.ended(0.005):
+                error = SeatDead(device, None, "its start")
                 error.add_note(log.read_text(encoding="utf-8", errors="replace")[-4000:])
                 raise error
             if time.monotonic() > deadline:
                 process.kill()
                 raise WaitTimeout(f"seat {device} to come up", self._start_s)
-            time.sleep(0.05)
-        connection = Client(address, "AF_UNIX", authkey=self.secret)
+        connection = Client(str(address), "AF_UNIX", authkey=self.secret)
         connection.send(DRIVER)
-        if not connection.poll(max(0.0, deadline - time.monotonic())):
+        if not connection.poll(self._start_s):
             process.kill()
-            raise WaitTimeout(f"seat {device} to finish its imports", self._start_s)
+            raise WaitTimeout(f"seat {device} to greet its driver", self._start_s)
         connection.recv()
+        self._addresses[device] = str(address)
         return SeatProcess(device, process, connection)

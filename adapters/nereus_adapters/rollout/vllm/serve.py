@@ -1,4 +1,4 @@
-"""The process of a seat: ``python -m nereus_adapters.rollout.vllm.serve``, its `Boot` on stdin.
+"""The process of a seat, forked from the stem with its imports done.
 
 One thread does everything that touches vLLM: it takes the driver's calls between the steps of the
 engine that this seat leads, or a leader's calls while it follows. A second thread lets peers in
@@ -8,7 +8,6 @@ that know the pool's secret, a third ends the process when its driver's is gone.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
 import queue
@@ -22,8 +21,11 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
 from nereus_adapters.rollout.segment import sweep
-from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Reply
+from nereus_adapters.rollout.vllm import executor, hosting, lease
+from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Fork, Reply
 
 _HELLO_S = 10.0
 """Longest that a peer takes to say who it is. Chosen, not measured."""
@@ -61,22 +63,10 @@ class Seat:
     """Idle, leading an engine, or following one."""
 
     def __init__(self, door: Door) -> None:
-        # Imports take most of a seat's start: they are paid once, before the first engine.
-        import torch
-        import vllm.v1.engine.llm_engine
-        import vllm.v1.worker.gpu_worker
-
-        from nereus_adapters.rollout.vllm import executor, hosting, lease
-
-        if not torch.cuda.is_available():
-            import vllm.v1.worker.cpu_worker  # noqa: F401
-        self._executor, self._hosting, self._lease = executor, hosting, lease
         self._door = door
         self._driver: Connection | None = None
-        self._hosted: Any = None
-        self._follower: Any = None
-        gc.collect()
-        lease.freeze()
+        self._hosted: hosting.Hosted | None = None
+        self._follower: lease.Follower | None = None
 
     def run(self) -> None:
         """Serve until the driver says goodbye."""
@@ -88,7 +78,7 @@ class Seat:
             if self._door.bell in ready:
                 self._let_in(*self._door.next())
             if self._follower is not None and self._follower.leader in ready:
-                self._follow()
+                self._follow(self._follower)
             if self._driver is not None and self._driver in ready:
                 call: Call | None = self._driver.recv()
                 if call is None:
@@ -109,10 +99,10 @@ class Seat:
             return
         if self._follower is not None:  # its leader is gone: a seat has one lease at a time
             self._follower.end()
-        self._follower = self._lease.Follower(peer)
+        self._follower = lease.Follower(peer)
 
-    def _follow(self) -> None:
-        if not self._follower.serve_one():
+    def _follow(self, follower: lease.Follower) -> None:
+        if not follower.serve_one():
             self._follower = None
 
     def _answer(self, call: Call) -> None:
@@ -128,7 +118,7 @@ class Seat:
     def _step(self) -> None:
         assert self._driver is not None
         try:
-            drawn = self._hosted.step()
+            drawn = self._engine.step()
         except BaseException as error:
             self._driver.send(Reply(-2, None, _last_line(error), traceback.format_exc()))
             self._stop()
@@ -142,23 +132,24 @@ class Seat:
             with contextlib.suppress(Exception):  # what broke it may break its end too
                 hosted.close()
 
+    @property
+    def _engine(self) -> hosting.Hosted:
+        if self._hosted is None:
+            raise RuntimeError("this seat leads no engine")
+        return self._hosted
+
     # --- Calls of the driver ----------------------------------------------------------------------
 
     def do_start(self, args: dict[str, Any], env: dict[str, str | None], secret: bytes) -> None:
         """Start the engine that this seat leads."""
         self._stop()
-        self._executor.secret = secret
-        self._lease.set_environment(env)
+        executor.secret = secret
+        lease.set_environment(env)
         try:
-            self._hosted = self._hosting.Hosted(args)
+            self._hosted = hosting.Hosted(args)
         except BaseException:
-            self._free_what_failed()
+            cleanup_dist_env_and_memory()
             raise
-
-    def _free_what_failed(self) -> None:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
 
     def do_stop(self) -> None:
         """End it."""
@@ -171,36 +162,36 @@ class Seat:
         refused = {}
         for request in requests:
             try:
-                self._hosted.submit(**request)
+                self._engine.submit(**request)
             except ValueError as error:
                 refused[request["id"]] = str(error)
         return refused
 
     def do_interrupt(self, ids: list[str]) -> None:
         """Drop requests; what was drawn of them has been sent."""
-        self._hosted.interrupt(ids)
+        self._engine.interrupt(ids)
 
     def do_check(self, manifest: Any) -> None:
         """Check weights before they are loaded."""
-        self._hosted.check(manifest)
+        self._engine.check(manifest)
 
     def do_update(self, manifest: Any) -> None:
         """Load weights."""
-        self._hosted.update(manifest)
+        self._engine.update(manifest)
 
     def do_signals(self) -> Any:
         """Return the engine's figures."""
-        return self._hosted.signals()
+        return self._engine.signals()
 
     def do_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         """Run a method on every rank of the engine."""
-        found: list[Any] = self._hosted.rpc(method, kwargs)
+        found: list[Any] = self._engine.rpc(method, kwargs)
         return found
 
     def do_memory(self) -> tuple[int, int]:
         """Return resident bytes of this process, and those of model parameters in it."""
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE"), self._lease.measured_bytes()
+        return pages * os.sysconf("SC_PAGE_SIZE"), lease.measured_bytes()
 
 
 def _last_line(error: BaseException) -> str:
@@ -219,21 +210,14 @@ def _end_with(parent: int, cleanup: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main() -> None:
+def serve(boot: Boot, fork: Fork) -> None:
     """Be a seat."""
-    boot: Boot = pickle.loads(sys.stdin.buffer.read())
-    address = Path(boot.address)
-    driver = os.getppid()
+    address = Path(fork.address)
 
     def cleanup() -> None:
         address.unlink(missing_ok=True)
-        sweep(driver)
+        sweep(boot.driver)
 
-    _end_with(driver, cleanup)
-    Seat(Door(boot.address, bytes.fromhex(boot.secret))).run()
+    _end_with(boot.driver, cleanup)
+    Seat(Door(fork.address, bytes.fromhex(boot.secret))).run()
     address.unlink(missing_ok=True)
-    os._exit(0)  # threads of torch may hold sockets of peers that are gone: do not wait for them
-
-
-if __name__ == "__main__":
-    main()

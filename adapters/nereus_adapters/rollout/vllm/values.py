@@ -16,12 +16,22 @@ FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.INTERR
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """What a seat is told when it starts."""
+    """What the stem is told when it starts."""
+
+    secret: str
+    """Of the pool, in hex."""
+    driver: int
+    """Process id; seats end when it has."""
+    accelerator: str
+    """``cpu`` or ``cuda``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A seat to be forked."""
 
     address: str
     """Of its socket."""
-    secret: str
-    """Of the pool, in hex."""
     log: str
     """File that its output goes to."""
 

@@ -2,9 +2,8 @@
 
 from nereus_adapters.torch.engine.checkpoint import export_model
 from nereus_adapters.torch.engine.digest import combine, digest_box
+from nereus_adapters.torch.engine.group import Group, PeerLost
 from nereus_adapters.torch.engine.groups import (
-    Group,
-    PeerLost,
     UnitGroups,
     make_group,
     make_unit_groups,
@@ -16,7 +15,9 @@ from nereus_adapters.torch.engine.types import (
     Generated,
     LossSpec,
     OptimizerSpec,
+    Storage,
     TrainMetrics,
+    plain_storage,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "LossSpec",
     "OptimizerSpec",
     "PeerLost",
+    "Storage",
     "TrainMetrics",
     "UnitGroups",
     "UnitShard",
@@ -35,4 +37,5 @@ __all__ = [
     "make_group",
     "make_unit_groups",
     "members",
+    "plain_storage",
 ]

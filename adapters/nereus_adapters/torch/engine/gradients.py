@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nereus_adapters.torch.engine.groups import Group, UnitGroups, members
+from nereus_adapters.torch.engine.group import Group
+from nereus_adapters.torch.engine.groups import UnitGroups, members
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.state import Box, tensor_rules, unit_shards

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nereus_adapters.torch.engine.groups import Group
+from nereus_adapters.torch.engine.group import Group
 
 
 def sample(

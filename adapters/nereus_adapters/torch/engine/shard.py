@@ -24,7 +24,9 @@ from nereus_adapters.torch.engine.types import (
     Generated,
     LossSpec,
     OptimizerSpec,
+    Storage,
     TrainMetrics,
+    plain_storage,
 )
 from nereus_core.errors import NereusError
 from nereus_core.layout import Layout
@@ -54,6 +56,7 @@ class UnitShard:
         dtype: torch.dtype,
         device: torch.device,
         optimizer: OptimizerSpec | None = None,
+        storage: Storage = plain_storage,
     ) -> None:
         """Build the modules on the meta device.
 
@@ -66,6 +69,7 @@ class UnitShard:
             dtype: of parameters and activations; moments are at least float32.
             device: where storage is.
             optimizer: needed by `train` only.
+            storage: makes what `init`, `load` and `allocate` fill.
 
         Raises:
             LayoutError: the model's shapes do not allow the layout.
@@ -76,7 +80,7 @@ class UnitShard:
         self.slots = slots_of(stage)
         self.counters: dict[str, int | float] = {"step": 0, "weight_version": 0}
         """State too; it moves with the unit. The learning rate is a function of ``step``."""
-        self._dtype = dtype
+        self._dtype, self._storage = dtype, storage
         self._std = float(hf_config.get("initializer_range", DEFAULT_STD))
         self._boxes = unit_shards(model, layout)[local_rank]
         self._module = StageModel(model, hf_config, layout, local_rank, dtype, device)
@@ -107,9 +111,9 @@ class UnitShard:
         return self._module.get_parameter(name).detach() if is_param else self._moments[slot, name]
 
     def allocate(self) -> dict[tuple[Slot, str], torch.Tensor]:
-        """Return uninitialised tensors for every slot and name, to be filled and adopted."""
+        """Return uninitialized tensors for every slot and name, to be filled and adopted."""
         return {
-            (slot, name): torch.empty(box.shape, dtype=self.dtype(slot), device=self.device)
+            (slot, name): self._storage(box.shape, self.dtype(slot), self.device)
             for slot in self.slots
             for name, box in self._boxes.items()
         }
@@ -134,6 +138,17 @@ class UnitShard:
             else:
                 self._moments[slot, name] = tensor
 
+    def blank(self, slot: Slot, name: str) -> None:
+        """Let go of a tensor's storage: a tensor without any takes its place."""
+        shape, dtype = self._boxes[name].shape, self.dtype(slot)
+        self.replace({(slot, name): torch.empty(shape, dtype=dtype, device="meta")})
+
+    def clear(self) -> None:
+        """Let go of all storage at once; modules refer to themselves, and are collected later."""
+        for slot in self.slots:
+            for name in self._boxes:
+                self.blank(slot, name)
+
     def init(self, seed: int) -> None:
         """Fill with random weights and zero moments; the same model in every layout."""
         norm = norm_start(self.model.family)
@@ -150,13 +165,12 @@ class UnitShard:
         self._start(Folder(Path(folder)).read(self._boxes, self._dtype))
 
     def _start(self, weights: Mapping[str, torch.Tensor]) -> None:
-        tensors = {
-            (slot, name): weights[name].to(self.device, self._dtype, copy=True).contiguous()
-            if slot is Slot.PARAM
-            else torch.zeros(box.shape, dtype=self.dtype(slot), device=self.device)
-            for slot in self.slots
-            for name, box in self._boxes.items()
-        }
+        tensors = self.allocate()
+        for (slot, name), tensor in tensors.items():
+            if slot is Slot.PARAM:
+                tensor.copy_(weights[name])
+            else:
+                tensor.zero_()
         self.replace(tensors)
         self.counters.update(step=0, weight_version=0)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nereus_adapters.torch.engine.groups import Group
+from nereus_adapters.torch.engine.group import Group
 
 
 class _Copy(torch.autograd.Function):

@@ -7,7 +7,7 @@ Per-token tensors have the shape [B, T] of the token matrix and are aligned with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
@@ -16,6 +16,13 @@ import torch
 from nereus_core.errors import NereusError
 
 Schedule = Literal["constant", "linear", "cosine"]
+Storage = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+"""Makes an uninitialized tensor; where state comes to lie."""
+
+
+def plain_storage(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor as torch does."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)

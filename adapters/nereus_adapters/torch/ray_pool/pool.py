@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nereus_adapters.torch.accountant import HUGE_PAGES
 from nereus_adapters.torch.channel import Pending
 from nereus_adapters.torch.line import CLOSE_S, SeatLine
+from nereus_adapters.torch.link import new_secret
 from nereus_adapters.torch.ray_pool.actor import SeatActor
 from nereus_adapters.torch.ray_pool.channel import ActorChannel
 from nereus_adapters.torch.ray_pool.nodes import SeatNodes, draining
@@ -63,6 +64,7 @@ class RayPool(SeatLine[ActorChannel]):
         start_s: float = 120.0,
     ) -> None:
         self._kind, self._threads, self._start_s = device_kind, threads, start_s
+        self._secret = new_secret()
         SESSION.join(address, sum(seats.values()))
         try:
             one = {"GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
@@ -157,6 +159,7 @@ class RayPool(SeatLine[ActorChannel]):
             "cuda:0" if self._kind == "cuda" else "cpu",  # Ray shows each actor its own GPU
             self._threads,
             tcp_address(self._host, self.port),
+            self._secret.hex(),
             self._start_s,
         )
         kind = ray.remote(concurrency_groups={"watch": 2})(SeatActor)

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nereus_adapters.torch.engine.families import family, full_config, widen_norms
-from nereus_adapters.torch.engine.groups import Group
+from nereus_adapters.torch.engine.group import Group
 from nereus_adapters.torch.engine.sampling import gumbel, sample
 from nereus_core.errors import NereusError
 from nereus_core.layout import Layout

@@ -1,0 +1,60 @@
+"""Engines on two seats that stay for the session."""
+
+import json
+import os
+
+import pytest
+from vllm_cases import DEVICES, ONE, Weights
+
+from nereus_adapters.rollout.segment import FOLDER, PREFIX
+from nereus_adapters.rollout.vllm.harness import TINY, CpuFactory, settings
+from nereus_core.model import ModelSpec
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A folder with the config.json of the tiny model; there are no weights on disk."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture(scope="session")
+def spec(folder):
+    return ModelSpec.from_hf_config(folder, name="actor")
+
+
+@pytest.fixture(scope="session")
+def factory(folder, spec):
+    """Engines on two seats."""
+    made = CpuFactory(settings(folder), spec, DEVICES)
+    made.pool.start(DEVICES)
+    yield made
+    made.close()
+    assert not [p.name for p in FOLDER.glob(f"{PREFIX}{os.getpid()}-*")]
+
+
+@pytest.fixture
+def weights(folder, spec):
+    """Fresh weights of the tiny model."""
+    made = Weights(folder, spec, seed=3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(factory):
+    """Start engines that end with the test."""
+    started = []
+
+    def begin(layout=ONE, devices=None, published=None, using=factory):
+        where = devices or DEVICES[: layout.num_devices]
+        engine = using.create(f"engine {len(started)}", layout, where)
+        started.append(engine)
+        if published is not None:
+            engine.update_weights(published.version, published.manifest(layout))
+        return engine
+
+    yield begin
+    for engine in started:
+        engine.close()

@@ -1,0 +1,15 @@
+"""One model and one set of prompts for all jobs of this folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import openrlhf_job
+import pytest
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    subprocess.run([sys.executable, openrlhf_job.__file__, str(folder)], check=True, timeout=300)
+    return folder

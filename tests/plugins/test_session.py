@@ -1,0 +1,73 @@
+from importlib.metadata import entry_points
+
+import pytest
+
+from nereus_core.config import NereusConfig
+from nereus_core.errors import WrongHandle
+from nereus_core.events import RunFinished, StepObserved, read_events
+from nereus_core.registry import Registry
+from nereus_plugins.session import open_session
+
+pytestmark = pytest.mark.skipif(
+    not [p for p in entry_points(group="nereus") if p.name == "sim"],
+    reason="adapters are found by their entry points: install the project",
+)
+
+
+def settings(folder, **changes):
+    job = {"steps": 4, "plan": {"actor/train": "tp1pp1dp2"}}
+    return NereusConfig.of({"adapter": "sim", "run_dir": folder, "job": job} | changes)
+
+
+@pytest.fixture
+def launched(tmp_path):
+    running = Registry.load().launch("sim", settings(tmp_path))
+    yield running
+    running.close()
+
+
+def test_a_trainer_gets_figures_at_every_boundary_and_a_report_at_the_end(
+    launched, tmp_path, capsys
+):
+    session = open_session("sim", launched.handle, settings(tmp_path, mode="advise"))
+    figures = {}
+    while not launched.finished:
+        launched.step()
+        figures = session.at_boundary()
+    session.close()
+    session.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("[nereus] on: sim, mode advise")
+    assert "actor/train=tp1pp1dp2" in said[0]
+    assert figures["nereus/actor_train/units"] == 2.0
+    assert figures["nereus/decisions"] >= 1
+    assert figures["nereus/transitions"] == 0
+    assert all(name.startswith("nereus/") for name in figures)
+    events = [event for event, _ in read_events(tmp_path / "events.jsonl")]
+    assert sum(type(e) is StepObserved for e in events) == 4
+    assert [e.outcome for e in events if type(e) is RunFinished] == ["done"]
+    assert (tmp_path / "report.html").stat().st_size > 1000
+    assert session.at_boundary() == {}
+
+
+@pytest.mark.parametrize("mode", ["observe", "advise", "adapt"])
+def test_what_breaks_inside_ends_the_job_in_mode_adapt_alone(launched, tmp_path, capsys, mode):
+    session = open_session("sim", launched.handle, settings(tmp_path, mode=mode))
+    launched.step()
+    launched.handle.seen = None  # the job's own reading is broken from here on
+    if mode == "adapt":
+        with pytest.raises(TypeError):
+            session.at_boundary()
+    else:
+        assert session.at_boundary() == {}
+        assert (
+            "OFF for this sim job, which goes on without it. TypeError" in capsys.readouterr().err
+        )
+    *_, (last, _) = read_events(tmp_path / "events.jsonl")
+    assert last.outcome.startswith("failed: TypeError")
+
+
+def test_a_handle_that_is_no_job_leaves_nothing_behind(tmp_path, capsys):
+    with pytest.raises(WrongHandle):
+        open_session("sim", object(), settings(tmp_path))
+    assert "[nereus]" not in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Stages in one set of processes, and batches shared out by device: against exhaustive search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from planner_cases import small_problem
+
+from nereus_core.cost import CostModel
+from nereus_core.errors import NoFeasiblePlan
+from nereus_core.layout import Layout, layout_problems
+from nereus_core.plan import Placement, Plan, plan_problems
+from nereus_core.planner import Constraints, best
+from nereus_core.planner.groups import packed
+from nereus_core.workload import Stage
+
+
+def placements(job, stage, devices) -> list[Placement]:
+    """Every way to lay a stage out on exactly these devices."""
+    found = []
+    for tp, pp, dp in product([1, 2, 4, 8], [1, 2, 4, 8], range(1, len(devices) + 1)):
+        layout = Layout(tp, pp)
+        shared = job.device_batch if stage.stage is not Stage.GENERATE else None
+        if (
+            tp * pp * dp == len(devices)
+            and job.global_batch % dp == 0
+            and (shared is None or shared % len(devices) == 0)
+            and not layout_problems(job.model(stage), layout)
+            and (placement := packed(layout, dp, devices)) is not None
+        ):
+            found.append(placement)
+    return found
+
+
+def exhaustive_s(cost, lengths):
+    """Fewest seconds over all stages on one common set of devices, in every size of it."""
+    job, found = cost.job, float("inf")
+    nodes: dict[str, list] = {}
+    for device in job.cluster.healthy:
+        nodes.setdefault(device.node, []).append(device)
+    devices = [d for node in sorted(nodes.values(), key=len, reverse=True) for d in node]
+    for size in range(1, len(devices) + 1):
+        own = [placements(job, stage, devices[:size]) for stage in job.workload.stages]
+        for combination in product(*own):
+            plan = Plan(dict(zip(job.workload.stages, combination, strict=True)))
+            if cost.memory_problem(plan, lengths) is None:
+                found = min(found, cost.step(plan, lengths).step.mean_s)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_plan_with_all_stages_in_the_same_processes_is_exact(seed):
+    cost, lengths = small_problem(seed)
+    stages = frozenset(cost.job.workload.stages)
+    job = replace(
+        cost.job, together=(stages,), device_batch=cost.job.global_batch // (1 + seed % 2)
+    )
+    cost = CostModel(job)
+    expected = exhaustive_s(cost, lengths)
+    try:
+        found = best(cost, lengths, Constraints()).best
+    except NoFeasiblePlan:
+        assert expected == float("inf")
+        return
+    assert not plan_problems(found.plan, job)
+    assert found.step.step.mean_s == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_plan_that_parts_them_or_does_not_divide_is_a_problem():
+    cost, _ = small_problem(0)
+    stages = cost.job.workload.stages
+    devices = list(cost.job.cluster.healthy)
+    one, other = (packed(Layout(), 1, devices[start:]) for start in (0, 1))
+    plan = Plan({stage: one if i else other for i, stage in enumerate(stages)})
+    job = replace(cost.job, together=(frozenset(stages),), device_batch=cost.job.global_batch)
+    assert any("same devices" in p for p in plan_problems(plan, job))
+    odd = replace(cost.job, device_batch=7)
+    two = Plan(dict.fromkeys(stages, packed(Layout(), 2, devices)))
+    assert any("do not divide 7 sequences" in p for p in plan_problems(two, odd))
