@@ -40,7 +40,7 @@ def source_of(module: str) -> Path | None:
     search: Sequence[str] | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
-        # By its last name: a folder without __init__.py would ask for its parent among the imported.
+        # By its last name: a folder without __init__.py would ask for a parent that is imported.
         spec = PathFinder.find_spec(parts[depth - 1], search)
         if spec is None:
             return None
