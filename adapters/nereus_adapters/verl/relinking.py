@@ -76,7 +76,8 @@ def rewire(
         call_all(everybody, rebuild.park, awaited="verl's ranks to part", timeout_s=timeout_s)
         first = next(iter(new))
         meet = call_all(
-            fleet.workers([first]), rebuild.meeting, len(new), timeout_s,
+            # Ranks that wait in vain give up in time to hear of what is done instead.
+            fleet.workers([first]), rebuild.meeting, len(new), timeout_s / 2,
             awaited="a place to meet", timeout_s=timeout_s,
         )[first]  # fmt: skip
         call_all(

@@ -49,16 +49,16 @@ class Switch:
         try:
             old, new = assembly(before, self._order), assembly(after, self._order)
             self._hold(old)
-        except NereusError as error:
-            self._abandon(before, after, error)
+        except Exception as error:
+            self._abandon(before, after)
             raise self._failed(before, error) from error
         try:
             rewire(self._trainer, self._fleet, self._rollouts, old, new, after, self._timeout_s)
             self._point(old, new)
             self._rollouts.link(serving(after))
-        except NereusError as error:
+        except Exception as error:  # torch's and Ray's too: the ranks must meet again
             self._back(before, old, new, error)
-            self._abandon(before, after, error)
+            self._abandon(before, after)
             raise self._failed(before, error) from error
         self._settle(before, after, tuple(new))
 
@@ -70,23 +70,23 @@ class Switch:
             awaited="the states that run", timeout_s=self._timeout_s, each=units,
         )  # fmt: skip
 
-    def _back(self, before: UnitMap, old: Assembly, new: Assembly, error: NereusError) -> None:
+    def _back(self, before: UnitMap, old: Assembly, new: Assembly, error: Exception) -> None:
         """Let the old ranks meet again."""
         try:
             rewire(self._trainer, self._fleet, self._rollouts, new, old, before, self._timeout_s)
             self._point(new, old)
             self._rollouts.link(serving(before), anew=True)
-        except NereusError as worse:
+        except Exception as worse:
             raise UnitLost(tuple(before), (), f"{error}; and the old ranks: {worse}") from error
 
-    def _abandon(self, before: UnitMap, after: UnitMap, error: NereusError) -> None:
+    def _abandon(self, before: UnitMap, after: UnitMap) -> None:
         """Forget the units that were made."""
         for unit in serving(after):
             if unit not in before:
                 self._rollouts.end(unit)
         self._settle(before, after, tuple({d for u in before.values() for d in u.devices}))
 
-    def _failed(self, before: UnitMap, error: NereusError) -> TransitionFailed:
+    def _failed(self, before: UnitMap, error: Exception) -> TransitionFailed:
         return TransitionFailed("the epoch switch", error, intact=tuple(before), rolled_back=True)
 
     def _point(self, old: Assembly, new: Assembly) -> None:
