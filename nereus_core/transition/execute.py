@@ -129,8 +129,17 @@ def transact(
     plan = Plan.of_units(units)
     if cause is None:
         epoch = journal.epoch if undoes else journal.switching(plan)
-        adapter.relink(plan)
-        journal.end("rolled back" if undoes else "done")
+        try:
+            adapter.relink(plan)
+        except TransitionFailed as failure:
+            if not failure.rolled_back or undoes:
+                raise
+            # The adapter has taken its switch back: the job steps on what it stepped on before.
+            progress.failed, progress.cause = failure.failed, failure.cause
+            cause, rolled_back, epoch = failure.cause, True, None
+            units = adapter.units()
+            plan = Plan.of_units(units)
+        journal.end("rolled back" if undoes or rolled_back else "done")
     elif not undoes:
         journal.end("rolled back" if rolled_back else "failed")
     elapsed_s = conditions.clock() - start_s
