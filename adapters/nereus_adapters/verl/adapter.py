@@ -38,6 +38,7 @@ from nereus_core.config import NereusConfig
 from nereus_core.errors import (
     Infeasible,
     PlanError,
+    SeatDead,
     TransitionFailed,
     UnitLost,
     Unsupported,
@@ -102,14 +103,15 @@ class VerlAdapter:
     # --- Reading ------------------------------------------------------------------------------
 
     def job(self) -> Job:
-        """Static facts; devices of nodes that Ray has lost are marked."""
+        """Static facts; devices whose process or node is gone are marked."""
         alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        lost = [d for d in self._job.cluster.devices if d.node not in alive]
+        dead = self._fleet.dead if self._hybrid else frozenset()
+        lost = [d for d in self._job.cluster.devices if d.node not in alive or d in dead]
         return self._job.on(self._job.cluster.without(lost)) if lost else self._job
 
     def units(self) -> UnitMap:
         """Shard groups of the trainer's engines and the rollout's replicas, those staged too."""
-        return self._units
+        return self._units.intact(self._fleet.dead) if self._hybrid else self._units
 
     def observe(self) -> Observation:
         """Drain the step that verl has just completed."""
@@ -171,9 +173,9 @@ class VerlAdapter:
             TransitionFailed: the ranks could not meet; says whether the old plan goes on.
         """
         check_plan(plan, self.job())
-        if Plan.of_units(self._units) != plan:
-            raise PlanError([f"the units alive stand for {Plan.of_units(self._units)}, not {plan}"])
-        before, after = self._linked, self._units
+        before, after = self._linked, self.units()
+        if Plan.of_units(after) != plan:
+            raise PlanError([f"the units alive stand for {Plan.of_units(after)}, not {plan}"])
         if before == after:
             return
         try:
@@ -181,7 +183,7 @@ class VerlAdapter:
         except TransitionFailed:
             self._units = before
             raise
-        self._linked = after
+        self._units = self._linked = after
 
     def watch(self, on_phase: PhaseHook | None) -> None:
         """Tell of phases."""
@@ -210,10 +212,20 @@ class VerlAdapter:
         return self._once(op)
 
     def _once(self, op: Primitive) -> Receipt:
-        return self._ledger.perform(op, self._standing, self._do)
+        try:
+            return self._ledger.perform(op, self._standing, self._do)
+        except SeatDead as error:
+            self._missed(error)
+            raise
+
+    def _missed(self, error: SeatDead) -> None:
+        if isinstance(error.device, Device):
+            self._fleet.dead.add(error.device)
 
     def _standing(self) -> Standing:
-        return Standing(self.job(), self._units, self._gate.held, self._gate.inside)
+        alive = self.units()
+        lost = [unit for unit in self._units if unit not in alive]
+        return Standing(self.job(), alive, self._gate.held, self._gate.inside, lost=lost)
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         if not self._hybrid:
@@ -288,9 +300,10 @@ class VerlAdapter:
     # --- Inside -------------------------------------------------------------------------------
 
     def _find(self, unit: UnitId) -> Unit:
-        if unit not in self._units:
-            raise UnitLost([unit], tuple(self._units), "it is not alive")
-        return self._units[unit]
+        units = self.units()
+        if unit not in units:
+            raise UnitLost([unit], tuple(units), "it is not alive")
+        return units[unit]
 
     def _peaks(self, seen: SeenStep) -> dict[Device, int]:
         """Charge every device of a stage with the largest allocation of its ranks."""

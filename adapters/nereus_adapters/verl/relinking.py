@@ -72,7 +72,7 @@ def rewire(
     """
     awaited = "verl's ranks to meet in a new process group"
     if tuple(old) != tuple(new):
-        everybody = fleet.workers({**old, **new})
+        everybody = fleet.living({**old, **new})
         call_all(everybody, rebuild.park, awaited="verl's ranks to part", timeout_s=timeout_s)
         first = next(iter(new))
         meet = call_all(

@@ -66,7 +66,7 @@ class Switch:
         """Stage what the engines hold, without a copy: what a way back is built from."""
         units = {device: ({s.role: s.unit for s in seats},) for device, seats in old.items()}
         call_all(
-            self._fleet.workers(old), shards.hold,
+            self._fleet.living(old), shards.hold,
             awaited="the states that run", timeout_s=self._timeout_s, each=units,
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ class Switch:
         devices = {d for unit in (*before.values(), *after.values()) for d in unit.devices}
         with suppress(NereusError):
             call_all(
-                self._fleet.workers(sorted(devices)), shards.drop, names,
+                self._fleet.living(sorted(devices)), shards.drop, names,
                 awaited="staged states to be freed", timeout_s=self._timeout_s,
             )  # fmt: skip
         self._fleet.release(kept)
