@@ -75,22 +75,42 @@ def job_of(
         else "none",
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(_workload(trainer).stages),) if hybrid else (),
-        device_batch=_shared_out(config) if shards else None,
+        device_batch=shared_out(
+            config, critic=bool(trainer.use_critic), reference=_has_reference(trainer)
+        )
+        if shards
+        else None,
     )
 
 
-def _shared_out(config: Any) -> int:
-    """Sequences that all ranks of an engine share out; Ulysses ranks take theirs together."""
-    prompts = math.gcd(int(config.data.train_batch_size), _mini_batch(config))
-    ulysses = int(config.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1))
-    return prompts * int(config.actor_rollout_ref.rollout.n) * ulysses
+def shared_out(config: Any, *, critic: bool, reference: bool) -> int:
+    """Return what the ranks of every engine have to divide.
 
-
-def _mini_batch(config: Any) -> int:
-    """Prompts of a mini-batch, which every engine shares out among all its ranks."""
-    sizes = [int(config.actor_rollout_ref.actor.ppo_mini_batch_size)]
-    critic = config.get("critic", {}).get("ppo_mini_batch_size")
-    return math.gcd(*sizes, int(critic)) if critic else sizes[0]
+    verl gives each rank ``sequences / ranks`` of a (mini-)batch and asserts that they fill whole
+    micro-batches (workers/engine/utils.py, prepare_micro_batches), where those have a fixed size.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    each, batch = int(rollout.n), int(config.data.train_batch_size)
+    parts = [
+        (int(actor.ppo_mini_batch_size), actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),
+        (batch, actor.use_dynamic_bsz, rollout.log_prob_micro_batch_size_per_gpu),
+    ]
+    if reference:
+        ref = config.actor_rollout_ref.ref
+        micro = ref.get("log_prob_micro_batch_size_per_gpu")
+        parts.append((batch, ref.get("log_prob_use_dynamic_bsz", False), micro))
+    if critic:
+        own, micro = config.critic, config.critic.ppo_micro_batch_size_per_gpu
+        parts.append((int(own.ppo_mini_batch_size), own.use_dynamic_bsz, micro))
+        forward = own.get("forward_micro_batch_size_per_gpu") or micro
+        parts.append((batch, own.use_dynamic_bsz, forward))
+    ulysses = int(actor.get("ulysses_sequence_parallel_size", 1))
+    return math.gcd(
+        *(
+            prompts * each * ulysses // (1 if dynamic or not micro else int(micro))
+            for prompts, dynamic, micro in parts
+        )
+    )
 
 
 def _has_reference(trainer: Any) -> bool:

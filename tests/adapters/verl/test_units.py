@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.moving import shard_boxes
-from nereus_adapters.verl.reading import device_spec
+from nereus_adapters.verl.reading import device_spec, shared_out
 from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.shards import digest
 from nereus_adapters.verl.standing import Ranks, train_units
@@ -105,3 +106,41 @@ def test_a_device_is_known_by_its_name_or_by_the_key():
         device_spec(facts(name="NVIDIA L4", memory=24 * 2**30), None)
     with pytest.raises(ConfigError, match="h100"):
         device_spec(facts(), "h100")
+
+
+def config(*, micro=8, dynamic=False, critic_mini=8, **more):
+    actor = {
+        "ppo_mini_batch_size": 8,
+        "use_dynamic_bsz": dynamic,
+        "ppo_micro_batch_size_per_gpu": micro,
+        **more,
+    }
+    critic = {
+        "ppo_mini_batch_size": critic_mini,
+        "use_dynamic_bsz": dynamic,
+        "ppo_micro_batch_size_per_gpu": 2,
+    }
+    rollout = {"n": 4, "log_prob_micro_batch_size_per_gpu": 4}
+    parts = {"actor": actor, "rollout": rollout, "ref": {"log_prob_micro_batch_size_per_gpu": 2}}
+    return OmegaConf.create(
+        {"data": {"train_batch_size": 16}, "actor_rollout_ref": parts, "critic": critic}
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "critic", "expected"),
+    [
+        (config(), False, 4),  # 8 prompts x 4 responses, 8 at a time: at most 4 ranks
+        (config(micro=16), False, 2),
+        (
+            config(dynamic=True),
+            False,
+            16,
+        ),  # the reference has a fixed micro-batch of 2 all the same
+        (config(critic_mini=6), True, 4),
+        (config(ulysses_sequence_parallel_size=2), False, 8),
+    ],
+)
+def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, expected):
+    found = shared_out(given, critic=critic, reference=True)
+    assert [n for n in (1, 2, 4, 8, 16, 32) if found % n == 0][-1] == expected
