@@ -64,8 +64,8 @@ def decide(
     watched = known.watch and known.watch.bounds(cost, lengths, constraints, now.plan)
     if watched and not now.urgent and watched.within(policy.delta):
         why = (
-            f"the current plan is within {100 * policy.delta:.3g}% of the best possible, by bounds alone: "
-            f"a step takes {watched.most_s:.4g} s at most, and {watched.least_s:.4g} s under any"
+            f"the current plan is within {100 * policy.delta:.3g}% of the best possible, by bounds "
+            f"alone: a step takes {watched.most_s:.4g} s at most, and {watched.least_s:.4g} s under any"
         )
         same = _unchanged(wake, now, known, None, policy, why, begin_s)
         return Decided(same, None, cost, known.watch)
