@@ -65,7 +65,8 @@ def decide(
     if watched and not now.urgent and watched.within(policy.delta):
         why = (
             f"the current plan is within {100 * policy.delta:.3g}% of the best possible, by bounds "
-            f"alone: a step takes {watched.most_s:.4g} s at most, and {watched.least_s:.4g} s under any"
+            f"alone: a step takes at most {watched.most_s:.4g} s, under any plan at least "
+            f"{watched.least_s:.4g} s"
         )
         same = _unchanged(wake, now, known, None, policy, why, begin_s)
         return Decided(same, None, cost, known.watch)
