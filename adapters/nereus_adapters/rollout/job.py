@@ -406,12 +406,12 @@ class RolloutJob:
             if (
                 known is None
                 or unit in self._rebuilds
-                or not self._failed.isdisjoint(known.devices)
+                or not self.failed.isdisjoint(known.devices)
+                or (failed := self.fleet.engine(unit)).alive
             ):
                 return
             done: Future[None] = Future()
             self._rebuilds[unit] = done
-        failed = self.fleet.engine(unit)
 
         def run() -> None:
             try:
