@@ -65,6 +65,7 @@ SEAMS = (
     ),
     Seam("vllm.v1.executor.abstract", "Executor.execute_model", ("scheduler_output", "non_block")),
     Seam("vllm.v1.executor.abstract", "Executor.sample_tokens", ("grammar_output", "non_block")),
+    Seam("vllm.utils.import_utils", "resolve_obj_by_qualname"),
     Seam("vllm.v1.serial_utils", "run_method"),
     Seam("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("rpc_rank", "global_rank")),
     Seam("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", ("all_kwargs",)),
