@@ -32,7 +32,10 @@ _SEED = 0
 class Behind(Protocol):
     """An engine's own ways, for looking behind the ports and for doing harm."""
 
-    factory: EngineFactory
+    @property
+    def factory(self) -> EngineFactory:
+        """What makes its engines; closed with the harness."""
+        ...
 
     def parts(self, engine: Engine) -> Sequence[Mapping[str, Part]]:
         """Return what each rank computes with: ``param/tensor`` -> offset in it, values."""

@@ -17,7 +17,7 @@ from nereus_core.workload import Stage
 
 if TYPE_CHECKING:
     from nereus_adapters.rollout.adapter import RolloutAdapter
-    from nereus_adapters.rollout.vllm.harness import VllmHarness
+    from nereus_adapters.rollout.harness import RolloutHarness
     from nereus_core.config import NereusConfig
 
 NAME = "vllm"
@@ -128,10 +128,10 @@ def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> Ro
 
 
 @hookimpl(optionalhook=True)
-def nereus_conformance_harness(name: str, tier: str) -> VllmHarness | None:
+def nereus_conformance_harness(name: str, tier: str) -> RolloutHarness | None:
     """Return the harness of the real tier: vLLM on CPU."""
     if name != NAME or tier != "real":
         return None
-    from nereus_adapters.rollout.vllm.harness import VllmHarness
+    from nereus_adapters.rollout.vllm.harness import new_harness
 
-    return VllmHarness()
+    return new_harness()
