@@ -6,7 +6,6 @@ Nothing is imported: a framework whose import needs an accelerator can be checke
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -41,17 +40,13 @@ def source_of(module: str) -> Path | None:
     search: Sequence[str] | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), search)
+        # By its last name: a folder without __init__.py would ask for a parent that is imported.
+        spec = PathFinder.find_spec(parts[depth - 1], search)
         if spec is None:
             return None
         if depth == len(parts):
             return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-        if spec.loader is None:
-            # A folder without __init__.py: its own search path would ask for imported parents.
-            places = [Path(place) / parts[depth - 1] for place in search or sys.path]
-            search = [str(place) for place in places if place.is_dir()]
-        else:
-            search = spec.submodule_search_locations
+        search = spec.submodule_search_locations
         if search is None:
             return None
     return None

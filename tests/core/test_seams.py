@@ -24,6 +24,7 @@ class Trainer(Base):
     def __init__(self, config, tokenizer): ...
     async def step(self, rollout, /, global_step, *, extra=None): ...
 """,
+    "bare/deep/tool.py": "def hold(hand): ...\n",
     "inner/__init__.py": "from ..trainer import helper\nfrom .loops import *\n",
 }
 
@@ -52,6 +53,7 @@ def framework(tmp_path, monkeypatch):
         ("seamless.trainer", "REGISTRY", None),
         ("seamless", "T.step", ("global_step",)),
         ("seamless.inner", "helper", ("a",)),
+        ("seamless.bare.deep.tool", "hold", ("hand",)),
     ],
 )
 def test_a_seam_that_holds(module, qualname, parameters):

@@ -34,7 +34,7 @@ class Behind(Protocol):
 
     @property
     def factory(self) -> EngineFactory:
-        """What makes its engines; closed with the harness."""
+        """Makes the engines."""
         ...
 
     def parts(self, engine: Engine) -> Sequence[Mapping[str, Part]]:

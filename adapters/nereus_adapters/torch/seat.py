@@ -32,6 +32,7 @@ from nereus_adapters.torch.engine import (
 from nereus_adapters.torch.exchange import digest
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.manifest import Piece
+from nereus_adapters.torch.shells import Shells
 from nereus_adapters.torch.store import open_store
 from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
@@ -68,6 +69,7 @@ class Seat:
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
         self.accountant = Accountant()
+        self._shells = Shells(self.device, self.accountant.storage)
         self.faults = Faults(self.accountant)
         self._groups: dict[UnitId, UnitGroups] = {}
         self._lanes: dict[str, Lane] = {}
@@ -79,11 +81,11 @@ class Seat:
     def warm(self, specs: Sequence[ShardSpec]) -> None:
         """Import and compile what the first shard of a model needs: once a job, not a move."""
         for spec in specs:
-            spec.build(self.device)
+            self._shells.take_back(self._shells.build(spec))
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
-        shard = spec.build(self.device, self.accountant.storage)
+        shard = self._shells.build(spec)
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
@@ -97,7 +99,7 @@ class Seat:
         counters: Mapping[str, int | float],
     ) -> None:
         """Build a shard with the state that a checkpoint has."""
-        shard = spec.build(self.device, self.accountant.storage)
+        shard = self._shells.build(spec)
         shard.replace(read_boxes(Path(folder), pieces, shard))
         shard.counters.update(counters)
         self.accountant.take(shard.resident_bytes())
@@ -117,7 +119,7 @@ class Seat:
             self._to_host(shard)
             self.parked[unit] = shard
         else:
-            shard.clear()
+            self._shells.take_back(shard)
         self._free()
 
     def unload(self, unit: UnitId) -> None:
@@ -128,7 +130,7 @@ class Seat:
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
         if unit in self.parked:
-            self.parked.pop(unit).clear()
+            self._shells.take_back(self.parked.pop(unit))
             self._free()
 
     def _to_host(self, shard: UnitShard) -> None:
@@ -273,7 +275,7 @@ class Seat:
         """First phase of a primitive."""
         self.faults.at("prepare")
         held = {**self.parked, **self.units}
-        transfer = Transfer(part, held, self.device, self.accountant)
+        transfer = Transfer(part, held, self.device, self.accountant, self._shells)
         self._transfers[part.op] = transfer
         self.accountant.reset_peak()
         return transfer.prepare()
@@ -302,7 +304,8 @@ class Seat:
         shard = transfer.commit()
         for unit in part.ending:
             self.unlink(unit)
-            self.units.pop(unit, None)
+            if unit in self.units:
+                self._shells.take_back(self.units.pop(unit))
         if part.target is not None and shard is not None:
             self.units[part.target] = shard
         self._committed.add(op)
@@ -414,6 +417,7 @@ class Seat:
         for unit in list(self.parked):
             self.unpark(unit)
         self.accountant = Accountant()
+        self._shells = Shells(self.device, self.accountant.storage)
         self.faults = Faults(self.accountant)
 
     def hello(self) -> int:

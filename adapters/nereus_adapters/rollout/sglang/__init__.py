@@ -99,7 +99,7 @@ SEAMS = (
     ),
     Seam("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks"),
     Seam("sglang.srt.runtime_context", "get_parallel"),
-    Seam("sglang.srt.utils", "MultiprocessingSerializer"),
+    Seam("sglang.srt.utils.common", "MultiprocessingSerializer"),
     Seam("sglang.srt.models.registry", "ModelRegistry"),
 )
 

@@ -76,7 +76,8 @@ class SglangEngine:
         self._ids = itertools.count()
         self._responses: dict[str, _Response] = {}
         self._version: int | None = None
-        self._alive, self._closed = True, False
+        self._alive, self._ended = True, False
+        self._ending = threading.Lock()
         self.pids: tuple[int, ...] = ()
         """Of its rank processes, in order of rank."""
         self.start_s = 0.0
@@ -175,12 +176,14 @@ class SglangEngine:
 
     def close(self) -> None:
         """End it."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._pool.end(self._leased)
+        self._end()
         self._reader.join(self._wait_s)
+
+    def _end(self) -> None:
+        with self._ending:
+            if not self._ended:
+                self._pool.end(self._leased, self.pids)
+                self._ended = True
 
     # --- The connection ---------------------------------------------------------------------------
 
@@ -261,6 +264,7 @@ class SglangEngine:
             future.set_exception(EngineLost(self.name, method, "its process ended"))
         if not self._ready.done():
             self._ready.set_exception(EngineLost(self.name, "come up", "its process ended"))
+        self._end()  # at once: later, its process id may be another's
 
 
 def _garbled(error: EngineError) -> GarbledWeights:

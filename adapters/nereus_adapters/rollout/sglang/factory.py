@@ -85,13 +85,17 @@ class SglangEngines:
             # CUDA: its ranks hold other heads there than anywhere else.
             what = f"{heads} kv heads are not a multiple of tp={layout.tp}, as a CPU needs"
             raise EngineError(name, "come up", what)
-        arguments = {**self._arguments, "tp_size": layout.tp, "pp_size": layout.pp}
-        leased = self.pool.lease(name, arguments, self._environment(devices))
+        leased = self.pool.lease(name, self.arguments(layout), self.environment(devices))
         return SglangEngine(
             leased, self.pool, layout, devices, wait_s=self._wait_s, start_s=self._start_s
         )
 
-    def _environment(self, devices: tuple[Device, ...]) -> dict[str, str]:
+    def arguments(self, layout: Layout) -> dict[str, Any]:
+        """Return the arguments of `sglang.Engine` for a layout."""
+        return {**self._arguments, "tp_size": layout.tp, "pp_size": layout.pp}
+
+    def environment(self, devices: tuple[Device, ...]) -> dict[str, str]:
+        """Return the variables that put an engine on its devices."""
         if self._device != "cpu":
             return {"CUDA_VISIBLE_DEVICES": ",".join(str(d.index) for d in devices)}
         cores = sorted(os.sched_getaffinity(0))
@@ -107,10 +111,10 @@ class SglangEngines:
 
 def new_pool(device: str = "cpu", *, start_s: float = 180.0) -> StemPool:
     """Return a pool whose stem is for a kind of device; nothing is started yet."""
-    return StemPool(_STEM_ON_CPU if device == "cpu" else {}, start_s=start_s)
+    return StemPool(CPU_ENVIRONMENT if device == "cpu" else {}, start_s=start_s)
 
 
-_STEM_ON_CPU = {
+CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",

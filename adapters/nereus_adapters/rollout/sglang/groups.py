@@ -18,10 +18,10 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from nereus_adapters.rollout.sglang.engine import SglangEngine
 from nereus_core.errors import NereusError, WaitTimeout
@@ -119,7 +119,7 @@ class WeightGroups:
         size = 1 + sum(e.layout.num_devices for e in engines)
         name, port = f"nereus-{source.name}-{next(self._serials)}", _free_port(self._address)
         place = (self._address, port, name)
-        waited: dict[str, Future[object]] = {}
+        waited: dict[str, Future[Any]] = {}
         with ThreadPoolExecutor(1) as threads:
             waited[f"source {source.name}"] = threads.submit(
                 source.join, *place, size, self._timeout_s
@@ -135,7 +135,7 @@ class WeightGroups:
 
     def _send(self, group: WeightGroup, threads: ThreadPoolExecutor) -> None:
         names, dtypes, shapes = (list(column) for column in zip(*group.source.listing, strict=True))
-        waited: dict[str, Future[object]] = {
+        waited: dict[str, Future[Any]] = {
             f"engine {e.name}": e.begin(
                 "receive",
                 group=group.name,
@@ -149,7 +149,7 @@ class WeightGroups:
         waited[f"source {group.source.name}"] = threads.submit(group.source.send, self._timeout_s)
         self._all(waited, f"finish weight group {group.name}")
 
-    def _all(self, waited: dict[str, Future[object]] | dict[str, Future[None]], to: str) -> None:
+    def _all(self, waited: Mapping[str, Future[Any]], to: str) -> None:
         """Wait for all; raise the first error, or WaitTimeout with the names of those missing."""
         left = wait(waited.values(), self._timeout_s).not_done
         if late := sorted(name for name, future in waited.items() if future in left):

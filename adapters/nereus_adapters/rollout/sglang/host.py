@@ -36,7 +36,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.common import MultiprocessingSerializer
 
 from nereus_adapters.rollout.sglang.calls import Outcome, outcome_file
 from nereus_adapters.rollout.sglang.loading import CALL, DIGESTS, run_rank
@@ -57,7 +57,7 @@ class Garbled(NereusError):
     """Weights arrived changed."""
 
 
-class _ForkingEngine(Engine):  # type: ignore[misc]  # sglang is not seen by mypy
+class _ForkingEngine(Engine):
     """An engine whose ranks are forked from this process where that is safe, spawned where not.
 
     Prompts and responses are token ids, so no detokenizer process is started.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _CLOSE_S = 10.0
 """A killed process is gone in far less; chosen, not measured."""
 _LOOK_S = 0.005
 """How often to look whether a killed process is gone; chosen, not measured."""
+_NOT_WORDS = re.compile(r"[^A-Za-z0-9]+")
+"""What the name of a folder has none of."""
 _LOG_CHARS = 4000
 """Of a log's end that an error quotes; chosen, not measured."""
 
@@ -43,8 +46,6 @@ class Leased:
     name: str
     pid: int
     connection: Connection
-    ended: Future[int]
-    """Gets the exit code."""
     folder: Path
     """Its temporary files; removed when it has ended."""
 
@@ -64,7 +65,6 @@ class StemPool:
         self._control: socket.socket | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="nereus-sglang-"))
         self._starting: dict[str, Future[int]] = {}
-        self._ends: dict[int, Future[int]] = {}
         self._leased: dict[int, Leased] = {}
         self._ready: Future[None] = Future()
 
@@ -94,39 +94,49 @@ class StemPool:
     ) -> Leased:
         """Fork an engine process; it says ``ready`` on its connection once it serves."""
         self.start()
-        ours, theirs = socket.socketpair()
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
+        words = _NOT_WORDS.sub("-", name)
+        folder = Path(tempfile.mkdtemp(prefix=f"{words}-", dir=self._folder))
         message = json.dumps(
             {
-                "name": name,
+                "name": folder.name,
                 "arguments": dict(arguments),
                 "environment": {**environment, "TMPDIR": str(folder)},
             }
         ).encode()
         started: Future[int] = Future()
-        with self._lock, theirs:
-            assert self._control is not None
-            self._starting[name] = started
-            try:
-                socket.send_fds(self._control, [message], [theirs.fileno()])
-            except OSError as error:
-                raise EngineError(name, "start", f"the stem is gone: {self.log_end()}") from error
+        ours, theirs = socket.socketpair()
         try:
+            with theirs, self._lock:
+                if self._control is None:
+                    raise EngineError(name, "start", "its pool is closed")
+                self._starting[folder.name] = started
+                socket.send_fds(self._control, [message], [theirs.fileno()])
             pid = started.result(self._start_s)
         except FutureTimeout:
+            ours.close()
             raise WaitTimeout(f"the stem to fork engine {name}", self._start_s) from None
+        except OSError as error:
+            ours.close()
+            raise EngineError(name, "start", f"the stem is gone: {self.log_end()}") from error
+        except BaseException:
+            ours.close()
+            raise
         with self._lock:
-            leased = Leased(name, pid, Connection(ours.detach()), self._ended_of(pid), folder)
+            leased = Leased(name, pid, Connection(ours.detach()), folder)
             self._leased[pid] = leased
             return leased
 
-    def end(self, leased: Leased) -> None:
+    def end(self, leased: Leased, ranks: Collection[int] = ()) -> None:
         """End an engine process and its ranks; their devices are free when this returns.
+
+        Args:
+            leased: the process.
+            ranks: process ids of its ranks, where they are known.
 
         Raises:
             WaitTimeout: it is still there; names it.
         """
-        members = _members(leased.pid)
+        members = {*ranks, *_members(leased.pid)}
         deadline_s = time.monotonic() + _CLOSE_S
         while _signalled(leased.pid):
             if time.monotonic() > deadline_s:
@@ -135,7 +145,6 @@ class StemPool:
             time.sleep(_LOOK_S)
         with self._lock:
             self._leased.pop(leased.pid, None)
-            self._ends.pop(leased.pid, None)
         with contextlib.suppress(OSError):
             leased.connection.close()
         shutil.rmtree(leased.folder, ignore_errors=True)
@@ -195,10 +204,6 @@ class StemPool:
                 ready.set_result(None)
             elif "started" in message:
                 self._starting.pop(message["started"]).set_result(message["pid"])
-            else:
-                with self._lock:
-                    ended = self._ended_of(message["ended"])
-                ended.set_result(message["code"])
         control.close()
         stem.wait()
         self._bury(ready)
@@ -207,17 +212,13 @@ class StemPool:
         """The stem is gone: so are the engine processes, by the kernel's hand."""
         gone = EngineError("all", "go on", f"the stem is gone: {self.log_end()}")
         with self._lock:
-            left = [f for f in [ready, *self._starting.values()] if not f.done()]
+            starting = list(self._starting.values())
             self._starting.clear()
-            ended = dict(self._ends)
-        for future in left:
-            future.set_exception(gone)
-        for future in ended.values():
-            if not future.done():
-                future.set_result(-signal.SIGKILL)
-
-    def _ended_of(self, pid: int) -> Future[int]:
-        return self._ends.setdefault(pid, Future())
+        for started in starting:
+            if not started.done():
+                started.set_exception(gone)
+        if not ready.done():
+            ready.set_exception(gone)
 
     def log_end(self) -> str:
         """Return the end of what the processes have written."""

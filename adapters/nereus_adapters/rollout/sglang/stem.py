@@ -3,7 +3,7 @@
 Run as ``python -m nereus_adapters.rollout.sglang.stem FD``, where FD is one end of a socket pair;
 nobody else can reach it. It says ``ready``; then every message is a lease: JSON with the engine's
 settings and, as file descriptor, the engine's end of its own socket pair. It answers each with the
-process id, and tells the exit code when that process has ended. It ends when its driver does.
+process id. It ends, with all engines, when its driver does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -43,14 +42,11 @@ def main(descriptor: int) -> None:
     control.send(b'{"ready": true}')
     engines: set[int] = set()
     while True:
-        found = select.select([control, woken], [], [])[0]
+        found: list[int] = select.select([control.fileno(), woken], [], [])[0]
         if woken in found:
             os.read(woken, 4096)
-            for pid, code in _reaped():
-                if pid in engines:
-                    engines.remove(pid)
-                    control.send(json.dumps({"ended": pid, "code": code}).encode())
-        if control not in found:
+            engines -= _reaped()
+        if control.fileno() not in found:
             continue
         message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
         if not message:
@@ -72,11 +68,13 @@ def main(descriptor: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _reaped() -> Iterator[tuple[int, int]]:
-    """Process ids and exit codes of children that have ended."""
+def _reaped() -> set[int]:
+    """Process ids of children that have ended, which were waiting to be looked at."""
+    found = set()
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found[0], os.waitstatus_to_exitcode(found[1])
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            found.add(pid)
+    return found
 
 
 def _prctl(option: int, value: int) -> None:
