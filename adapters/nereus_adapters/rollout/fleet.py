@@ -259,3 +259,10 @@ def together(calls: Sequence[Callable[[], object]]) -> list[BaseException | None
         return []
     with ThreadPoolExecutor(len(calls), thread_name_prefix="nereus engines") as threads:
         return [future.exception() for future in [threads.submit(call) for call in calls]]
+
+
+def raise_first(errors: Iterable[BaseException | None]) -> None:
+    """Raise the first error there is."""
+    for error in errors:
+        if error is not None:
+            raise error

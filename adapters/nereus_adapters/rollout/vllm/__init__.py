@@ -1,6 +1,6 @@
 """vLLM as a rollout engine. Importing this package imports no vLLM; the hooks do when called.
 
-`engine.VllmFactory` makes engines on seats (`seats`, `serve`, `lease`, `executor`, `hosting`) that
+`factory.VllmFactory` makes engines on seats (`seats`, `serve`, `lease`, `executor`, `hosting`) that
 get their weights through vLLM's own transfer API (`transfer`).
 """
 

@@ -15,8 +15,10 @@ from nereus_adapters.rollout.harness import RolloutHarness
 from nereus_adapters.rollout.ports import Engine
 from nereus_adapters.rollout.trainer import Part
 from nereus_adapters.rollout.vllm import CAPABILITIES, NAME
-from nereus_adapters.rollout.vllm.engine import VllmEngine, VllmFactory, VllmSettings
+from nereus_adapters.rollout.vllm.engine import VllmEngine
+from nereus_adapters.rollout.vllm.factory import VllmFactory
 from nereus_adapters.rollout.vllm.seats import SeatPool
+from nereus_adapters.rollout.vllm.settings import VllmSettings
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.layout import Layout
