@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -85,15 +86,16 @@ def layouts(
     model's heads and every pp up to its layers.
     """
 
-    def allowed(degree: int) -> bool:
-        return degrees == "divisors" or degree & (degree - 1) == 0
+    def allowed(most: int) -> Iterable[int]:
+        if degrees == "divisors":
+            return range(1, most + 1)
+        return (1 << k for k in range(most.bit_length()))
 
     return tuple(
         Layout(tp, pp)
-        for tp in range(1, max_devices + 1)
-        if allowed(tp) and not layout_problems(model, Layout(tp, 1))
-        for pp in range(1, min(max_devices // tp, model.num_layers) + 1)
-        if allowed(pp)
+        for tp in allowed(max_devices)
+        if not layout_problems(model, Layout(tp, 1))
+        for pp in allowed(min(max_devices // tp, model.num_layers))
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Self
 
@@ -29,7 +30,7 @@ class Placement:
     @property
     def devices(self) -> frozenset[Device]:
         """All devices of the stage."""
-        return frozenset(d for unit in self.units for d in unit)
+        return frozenset(chain.from_iterable(self.units))
 
     def __str__(self) -> str:
         return f"{self.layout}dp{self.dp}"

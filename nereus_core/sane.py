@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 from nereus_core.cluster import Device
 from nereus_core.errors import JobError, ObservationError
-from nereus_core.observation import Observation, TokenStats
+from nereus_core.observation import QUANTILE_LEVELS, Observation, TokenStats
 from nereus_core.workload import Job
 
 _K = TypeVar("_K")
@@ -101,7 +102,12 @@ def sane(seen: Observation, job: Job, last_step: int) -> tuple[Observation, tupl
     def counts(name: str, tokens: TokenStats) -> TokenStats:
         figures = (tokens.mean, tokens.p50, tokens.p95, tokens.max, tokens.count)
         if all(_finite(v) and v >= 0 for v in figures) and tokens.mean <= tokens.max:
-            return tokens
+            shape = tokens.quantiles
+            if not shape or _is_shape(shape):
+                return tokens
+            expected = f"{len(QUANTILE_LEVELS)} finite counts in rising order, at least 0"
+            found.append(Ignored(f"{name}.quantiles", f"{shape}", f"expected {expected}"))
+            return replace(tokens, quantiles=())
         found.append(Ignored(name, f"{tokens}", "expected finite counts, at least 0"))
         return TokenStats.of([])
 
@@ -137,6 +143,12 @@ def sane(seen: Observation, job: Job, last_step: int) -> tuple[Observation, tupl
 
 
 _NOUN = {"stage_s": "model-stage", "peak_bytes": "device"}
+
+
+def _is_shape(quantiles: tuple[float, ...]) -> bool:
+    """Whether these can be the token counts at `QUANTILE_LEVELS`."""
+    known = len(quantiles) == len(QUANTILE_LEVELS) and all(map(_finite, quantiles))
+    return known and quantiles[0] >= 0 and all(a <= b for a, b in pairwise(quantiles))
 
 
 def _finite(value: float) -> bool:

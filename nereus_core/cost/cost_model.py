@@ -273,7 +273,7 @@ class CostModel:
             units: every unit that they name.
             measured_s: seconds that the job was held.
         """
-        if not path or measured_s <= 0:
+        if not path or not 0 < measured_s < math.inf:  # a clock that went wrong teaches nothing
             return self
         work = np.sum([primitive_work(self.job, op, units) for op in path], axis=0)
         return replace(self, moving=self.moving.seen(work, measured_s, self.confidence))

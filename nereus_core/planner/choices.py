@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -105,7 +106,7 @@ def choices_of(
         known = layouts(model, total, constraints.degrees)
         if now is not None and now.layout not in known and not layout_problems(model, now.layout):
             known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
-    units = [n for n in range(1, min(total, job.global_batch) + 1) if job.global_batch % n == 0]
+    units = _divisors(job.global_batch, total)
     shared = job.device_batch if stage.stage is not Stage.GENERATE else None
     choices = [
         (layout.tp, layout.pp, dp)
@@ -124,3 +125,9 @@ def choices_of(
     # A least number of units that the devices do not allow asks for as many as they do.
     least = min(constraints.min_dp.get(stage, 1), max(dp for _, _, dp in choices))
     return tuple(choice for choice in choices if choice[2] >= least)
+
+
+def _divisors(number: int, most: int) -> tuple[int, ...]:
+    """Divisors of a number up to some size, ascending."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({d for n in low for d in (n, number // n) if d <= most}))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -59,8 +60,8 @@ class Shape:
 def by_node(devices: Sequence[Device]) -> list[list[Device]]:
     """Group devices by node, nodes with most devices first, otherwise in the order given."""
     nodes: dict[str, list[Device]] = {}
-    for device in devices:
-        nodes.setdefault(device.node, []).append(device)
+    for node, run in groupby(devices, key=attrgetter("node")):
+        nodes.setdefault(node, []).extend(run)
     return sorted(nodes.values(), key=len, reverse=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -125,7 +126,7 @@ class Space:
             constraints.asking(attained),
             stages,
             tuple(options),
-            tuple(d for node in nodes for d in node),
+            tuple(chain.from_iterable(nodes)),
             node_sizes,
             group_sizes(len(usable)),
             max(level.values()) + 1,

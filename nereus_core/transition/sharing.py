@@ -48,11 +48,10 @@ def _dealt(sources: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]
             else:
                 far.append(unit)
         left = far
-    rest = iter(left)
-    for rank in range(quota + 1):  # the rest to those that have fewest
-        for share in shares:
-            if len(share) <= rank and (unit := next(rest, None)) is not None:
-                share.append(unit)
+    # The rest to those that have fewest.
+    hungry = (share for rank in range(quota + 1) for share in shares if len(share) <= rank)
+    for unit, share in zip(left, hungry, strict=False):  # either may be at its end
+        share.append(unit)
     if len(sources) > len(targets):
         place = {unit.id: i for i, unit in enumerate(sources)}
         for share in shares:

@@ -13,13 +13,19 @@ SWITCH, FILE = "enable", "config"
 """Keys of a plugin's own: whether Nereus is on, and the file that the other keys are laid over."""
 
 
-def settings_of(keys: Mapping[str, Any] | None, *, adapter: str) -> NereusConfig | None:
+def settings_of(
+    keys: Mapping[str, Any] | None,
+    *,
+    adapter: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> NereusConfig | None:
     """Read the ``nereus`` section of a job's command line; None unless it switches Nereus on.
 
     Args:
         keys: Plain nested values, e.g. ``{"enable": True, "mode": "advise"}``. ``config`` names a
             ``nereus.toml``; every other key is one of NereusConfig and wins over that file.
         adapter: The plugin's own, unless file or keys name another.
+        defaults: What holds for this framework where neither file nor keys say otherwise.
 
     Raises:
         ConfigError: a key or value cannot be used; names the nearest known one.
@@ -36,9 +42,9 @@ def settings_of(keys: Mapping[str, Any] | None, *, adapter: str) -> NereusConfig
     if not switch:
         return None
     file = values.pop(FILE, None)
-    base: dict[str, Any] = {"adapter": adapter}
+    base = merged({"adapter": adapter}, defaults or {})
     if file is not None:
-        base |= NereusConfig.load(Path(str(file))).model_dump(exclude_unset=True)
+        base = merged(base, NereusConfig.load(Path(str(file))).model_dump(exclude_unset=True))
     return NereusConfig.of(merged(base, values))
 
 

@@ -10,15 +10,19 @@ has.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nereus_plugins.banner import refusal, say
 from nereus_plugins.deadline import deadline
+from nereus_plugins.ray_waits import ray_waits
 from nereus_plugins.session import Session, open_session
 from nereus_plugins.settings import settings_of
 
 FRAMEWORK = "verl"
+ALARM_S = 5.0
+"""Chosen, not measured."""
 
 
 def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
@@ -30,7 +34,9 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     from omegaconf import OmegaConf
 
     keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
-    found = settings_of(keys, adapter=FRAMEWORK)
+    sharded = str(config.actor_rollout_ref.actor.strategy).startswith("fsdp")
+    defaults = {"constraints": {"max_pp": 1}} if sharded else None  # FSDP has no pipeline stages
+    found = settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
     if found is None:
         return trainer(config, *args, **kwargs)
     settings = found
@@ -79,11 +85,16 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
             with self._limited(awaited, settings.timeouts.boundary_s):
                 return super().on_step_end()
 
-        def _limited(self, awaited: str, timeout_s: float) -> AbstractContextManager[None]:
+        @contextmanager
+        def _limited(self, awaited: str, timeout_s: float) -> Iterator[None]:
             """Give verl's own waits an end; a job that is only watched keeps them as they are."""
             if self._nereus is None or not self._nereus.adapts:
-                return nullcontext()
-            return deadline(f"{awaited} {self.global_steps}", timeout_s)
+                yield
+                return
+            awaited = f"{awaited} {self.global_steps}"
+            # The alarm comes after Ray's own timeout: it is for waits that are not Ray's.
+            with ray_waits(awaited, timeout_s), deadline(awaited, timeout_s + ALARM_S):
+                yield
 
         def _compute_metrics(self, batch: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
             metrics.update(self._nereus_figures)

@@ -32,8 +32,8 @@ JOB = {
     "rollout__top_p": 1e-6,
 }
 FORCE = {
-    "2": {"actor/train": [[2]]},
-    "3": {"actor/train": [[2], [3]]},
+    "2": {"actor/train": [[0]]},
+    "3": {"actor/train": [[0], [1]]},
     "4": {"actor/generate": [[0, 1]]},
     "5": {"actor/generate": [[0], [1]]},
 }

@@ -15,6 +15,7 @@ policies run with the default configuration, and start from the same plan.
   (`scenarios.starts`) against a run of Nereus that starts from each.
 
     NEREUS_DATA=../shared/data python tests/benchmarks/replay.py [--json] [--quick]
+                                      [--only length-growth-16k] [--parts growth_to_1024]
 """
 
 from __future__ import annotations
@@ -281,9 +282,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="shorter traces, one seed")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="traces whose name contains this")
+    parser.add_argument("--parts", default="traces,growth_to_1024,algorithms")
     asked = parser.parse_args()
     begin_s = time.perf_counter()
+    parts = {"traces"} if asked.only else set(asked.parts.split(","))
     try:
         chosen = [c for c in cases(asked.quick) if asked.only in c.name]
     except FileNotFoundError as error:
@@ -292,12 +295,13 @@ def main() -> None:
     seeds = (0,) if asked.quick else (0, 1)
     result: dict[str, object] = {"label": "simulated", "transition_pace": PACE.source}
     compared = {}
-    for case in chosen:
+    for case in chosen if "traces" in parts else ():
         compared[case.name] = compare(case, seeds)
         print(case.name, time.perf_counter() - begin_s, file=sys.stderr)
     result["traces"] = compared
-    if not asked.only:
+    if "growth_to_1024" in parts:
         result["growth_to_1024"] = growth_to_1024(asked.quick)
+    if "algorithms" in parts:
         result["algorithms"] = algorithms(asked.quick)
     if asked.json:
         print(json.dumps(result, indent=2))

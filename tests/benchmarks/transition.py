@@ -1,5 +1,6 @@
 """Transitions: how fast their graph is compiled, how near its completion time is to the optimum,
-that no interleaving is stuck, and the race against migration stage by stage.
+that no interleaving is stuck, growth to 2,048 devices (simulated), and the race against migration
+stage by stage.
 
 Bars (T9, T10): a graph at 1,024 devices in 1.22 ms or 10,000 times as fast as SCIP plans the same
 transition (its time limit is a lower bound where it does not finish); completion time within 6.9%
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))  # interleavings
 
 from transitions.checked import checked
 from transitions.compiling import compiling
+from transitions.growing import growing
 from transitions.optimality import optimality
 from transitions.race import raced
 
@@ -28,12 +30,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, instances and trials")
     parser.add_argument(
-        "--only", choices=("compile", "optimality", "exhaustive", "race"), help="one part"
+        "--only",
+        choices=("compile", "optimality", "growth", "exhaustive", "race"),
+        help="one part",
     )
     chosen = parser.parse_args()
     parts = {
         "compile": compiling,
         "optimality": optimality,
+        "growth": growing,
         "exhaustive": checked,
         "race": raced,
     }

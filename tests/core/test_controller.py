@@ -124,7 +124,7 @@ def test_steady_lengths_wake_nobody_and_nothing_flaps():
 
 def test_a_controller_that_decides_every_step_answers_by_bounds_alone():
     job = big_job()
-    every = {"policy": {"tokens_change": 1e-6, "max_horizon_steps": 2}}
+    every = {"policy": {"tokens_change": 1e-6, "max_horizon_steps": 2, "delta": 0.05}}
     watched = Watched(job, good_plan(job, 1500), config=every)
     watched.run(*[1500] * 4)
     found = watched.run(*[1500 + 7 * (n % 5) + n for n in range(1, 13)])

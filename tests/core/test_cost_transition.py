@@ -102,7 +102,8 @@ def test_measured_transitions_correct_the_prediction():
         cost = cost.refined_transition([op], units, truth)
     assert cost.primitive(op, units).mean_s == pytest.approx(truth, rel=0.05)
     assert cost.refined_transition([], units, 1.0) is cost
-    assert cost.refined_transition([op], units, 0.0) is cost
+    for nonsense in (0.0, -3.0, math.nan, math.inf):
+        assert cost.refined_transition([op], units, nonsense) is cost
 
 
 def test_intervals_of_transitions_narrow_to_how_much_they_scatter():

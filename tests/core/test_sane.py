@@ -49,6 +49,12 @@ def test_timings_that_are_none_are_left_out(wrong):
         ({"response_tokens": replace(STATS, mean=-5.0)}, "response_tokens"),
         ({"prompt_tokens": replace(STATS, p95=math.nan)}, "prompt_tokens"),
         ({"response_tokens": replace(STATS, mean=99.0)}, "response_tokens"),  # above its maximum
+        ({"response_tokens": replace(STATS, quantiles=(1.0, 2.0))}, "response_tokens.quantiles"),
+        (
+            {"response_tokens": replace(STATS, quantiles=(5.0,) * 9 + (4.0,))},
+            "response_tokens.quantiles",
+        ),
+        ({"prompt_tokens": replace(STATS, quantiles=(math.nan,) * 10)}, "prompt_tokens.quantiles"),
         ({"peak_bytes": {STRANGER: 5}}, "peak_bytes[elsewhere:7]"),
         ({"peak_bytes": {JOB.cluster.devices[0]: -5}}, "peak_bytes[node0:0]"),
         ({"healthy": frozenset({*JOB.cluster.devices, STRANGER})}, "healthy"),

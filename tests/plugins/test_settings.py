@@ -22,6 +22,17 @@ def test_keys_win_over_the_file_and_the_file_over_the_plugin(tmp_path):
     assert settings_of({"enable": True}, adapter="verl").adapter == "verl"
 
 
+def test_what_holds_for_a_framework_gives_way_to_the_file_and_the_keys(tmp_path):
+    file = tmp_path / "nereus.toml"
+    file.write_text("[constraints]\nmax_tp = 4\n")
+    keys = {"enable": True, "config": str(file)}
+    defaults = {"constraints": {"max_pp": 1, "max_tp": 2}}
+    found = settings_of(keys, adapter="verl", defaults=defaults)
+    assert (found.constraints.max_pp, found.constraints.max_tp) == (1, 4)
+    keys["constraints"] = {"max_pp": 2}
+    assert settings_of(keys, adapter="verl", defaults=defaults).constraints.max_pp == 2
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -46,7 +46,7 @@ class OpenRLHFAdapter:
 
     def __init__(self, running: Running, job: Job, version: str) -> None:
         self._running, self._job = running, job
-        self._linking = Linking(running)
+        self._linking = Linking(running, job)
         self._ledger = Ledger(CAPABILITIES, backend_version=version)
 
     # --- Reading --------------------------------------------------------------------------------
@@ -121,8 +121,9 @@ class OpenRLHFAdapter:
                     yield Boundary(held, self._running.signals.step + 1)
                 finally:
                     # What keeps the job from being linked is raised by what went wrong before.
-                    with suppress(NereusError):
-                        self._linking.link()
+                    if not self._linking.broken:
+                        with suppress(NereusError):
+                            self._linking.link()
         finally:
             self._running.gate.open()
 
@@ -168,16 +169,19 @@ class OpenRLHFAdapter:
 
     def _standing(self) -> Standing:
         gate = self._running.gate
-        return Standing(self._job, self._running.alive, gate.held, gate.inside)
+        alive, resting = self._running.alive, self._linking.resting
+        return Standing(self._job, alive, gate.held, gate.inside, resting)
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         stage = model_stage_of(op)
         enter(Phase.PREPARE)
-        refuse(op, self._running, self._job)
+        refuse(op, self._running)
         enter(Phase.TRANSFER)
         moved_bytes = self._linking.vacate(stage)
         enter(Phase.VERIFY)
         enter(Phase.COMMIT)
         self._linking.switch(ended(op), created(op))
+        if isinstance(op, Destroy) and op.park:
+            self._linking.rest(units[op.unit])
         enter(Phase.RELEASE)
         return Done(moved_bytes)

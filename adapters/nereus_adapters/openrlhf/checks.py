@@ -7,7 +7,7 @@ from typing import Any
 from nereus_adapters.openrlhf.running import Running
 from nereus_core.cluster import Device
 from nereus_core.errors import Infeasible, JobError, Unsupported
-from nereus_core.primitives import Primitive, created, ended, model_stage_of
+from nereus_core.primitives import Primitive, created, model_stage_of
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
 
@@ -30,12 +30,12 @@ def refuse_adapting(args: Any) -> None:
         raise JobError(problems)
 
 
-def refuse(op: Primitive, running: Running, job: Job) -> None:
+def refuse(op: Primitive, running: Running) -> None:
     """Raise unless OpenRLHF can have the units that a primitive makes.
 
     Raises:
         Unsupported: pipeline parallelism, or ZeRO-3 under tensor parallelism.
-        Infeasible: a device has no room, or the batch does not divide.
+        Infeasible: a device has no room, or an engine would lie across placement groups.
     """
     stage, args = model_stage_of(op), running.args
     for unit in created(op):
@@ -52,8 +52,6 @@ def refuse(op: Primitive, running: Running, job: Job) -> None:
             )
         for device in unit.devices:
             _refuse_full(op, running, stage, device)
-    if stage != ACTOR_GENERATE:
-        _refuse_indivisible(op, running, stage, job)
 
 
 def _refuse_full(op: Primitive, running: Running, stage: ModelStage, device: Device) -> None:
@@ -68,18 +66,22 @@ def _refuse_full(op: Primitive, running: Running, stage: ModelStage, device: Dev
             )
 
 
-def _refuse_indivisible(op: Primitive, running: Running, stage: ModelStage, job: Job) -> None:
+def refuse_indivisible(running: Running, job: Job) -> None:
+    """Raise Infeasible unless batches divide among the units alive.
+
+    Asked when a transition has made all its units: on the way there, numbers may be odd.
+    """
     args = running.args
-    after = running.alive.replace(ended(op), created(op)).of(stage)
-    dp, micro = len(after), args.train.micro_batch_size
-    if stage.stage is Stage.TRAIN and args.train.batch_size % (micro * dp):
-        raise Infeasible(
-            f"{op}: --train.batch_size {args.train.batch_size} is no multiple of "
-            f"{micro} x {dp}, so that the batch of an optimizer step would change.",
-            op,
-        )
-    forward = job.global_batch // args.rollout.micro_batch_size
-    if forward < dp or (stage == ACTOR_TRAIN and forward % dp):
-        raise Infeasible(
-            f"{op}: {forward} micro batches of a rollout cannot be shared out among {dp} units.", op
-        )
+    for stage in running.groups:
+        dp, micro = len(running.alive.of(stage)), args.train.micro_batch_size
+        if stage.stage is Stage.TRAIN and args.train.batch_size % (micro * dp):
+            raise Infeasible(
+                f"{stage}: --train.batch_size {args.train.batch_size} is no multiple of {micro} x "
+                f"{dp}, so that the batch of an optimizer step would change."
+            )
+        forward = job.global_batch // args.rollout.micro_batch_size
+        if forward < dp or (stage == ACTOR_TRAIN and forward % dp):
+            raise Infeasible(
+                f"{stage}: {forward} micro batches of a rollout cannot be shared out among {dp} "
+                "units."
+            )

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from typing import NoReturn
 
 import ray
 from ray.exceptions import RayError
 
 from nereus_adapters.openrlhf import engines, groups, ranks
 from nereus_adapters.openrlhf.calls import ask, outcome
+from nereus_adapters.openrlhf.checks import refuse_indivisible
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
-from nereus_core.errors import NereusError, TransitionFailed
-from nereus_core.units import Unit, UnitId
-from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, ModelStage
+from nereus_core.errors import Infeasible, NereusError, TransitionFailed
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage
 
 FAILURES = (NereusError, RayError)
 
@@ -28,17 +30,20 @@ FAILURES = (NereusError, RayError)
 class Linking:
     """What of a job is parked, and how it stood when it was linked last."""
 
-    def __init__(self, running: Running) -> None:
-        self._running = running
+    def __init__(self, running: Running, job: Job) -> None:
+        self._running, self._job = running, job
         self._lock = threading.RLock()
         self._parked: dict[ModelStage, Parked] = {}
         self._changed: set[ModelStage] = set()
         self._linked = running.alive
+        self._broken_by: Exception | None = None
+        self.resting = UnitMap()
+        """Units that ended and that others may still be made from, until the job is linked."""
 
     @property
-    def pending(self) -> bool:
-        """Whether the job cannot step before it is linked."""
-        return bool(self._changed)
+    def broken(self) -> bool:
+        """Whether the way back has failed: what is parked is all there is of the job's state."""
+        return self._broken_by is not None
 
     def parked(self, stage: ModelStage) -> Parked | None:
         """Return what a stage has left in host memory; None while its group stands."""
@@ -63,6 +68,11 @@ class Linking:
             for unit in [u for u in running.engines if u not in running.alive]:
                 engines.stop(running, unit)
 
+    def rest(self, unit: Unit) -> None:
+        """Let others be made from a unit that has ended, until the job is linked."""
+        with self._lock:
+            self.resting = self.resting.replace((), [unit])
+
     def link(self) -> int:
         """Build what changed for the units alive; returns bytes of state that ranks took in.
 
@@ -71,13 +81,18 @@ class Linking:
         """
         if not self._changed:
             return 0
+        if self._broken_by is not None:  # somebody tries again what could not be built before
+            self._back(self._broken_by, anew=True)
+        try:
+            refuse_indivisible(self._running, self._job)
+        except Infeasible as error:
+            self._back(error, anew=False)
         try:
             taken = self._build(self._changed)
         except FAILURES as error:
-            self._back(error)
+            self._back(error, anew=True)
         self._linked = self._running.alive
-        self._parked.clear()
-        self._changed.clear()
+        self._forget()
         return taken
 
     def _build(self, stages: Collection[ModelStage]) -> int:
@@ -85,7 +100,9 @@ class Linking:
         if weights:
             engines.start_missing(self._running)  # they load while groups are built
         for stage in sorted(set(stages) - {ACTOR_GENERATE}):
-            taken += groups.seat(self._running, stage, self._parked[stage])
+            # A stage whose parking failed still stands: it is built again when it is parked.
+            if (parked := self._parked.get(stage)) is not None:
+                taken += groups.seat(self._running, stage, parked)
         if weights:
             engines.await_all(self._running)
             engines.tie(self._running)
@@ -98,29 +115,48 @@ class Linking:
         directory = getattr(running.trainer, "nereus_directory", None)
         if directory is None:
             return
-        ranks = {first: running.handles(stage) for stage, first in running.first.items()}
-        told = directory.publish.remote(list(running.trainer.vllm_engines), ranks)
+        handles = {first: running.handles(stage) for stage, first in running.first.items()}
+        told = directory.publish.remote(list(running.trainer.vllm_engines), handles)
         outcome(told, "the directory of ranks and engines", running.section.call_s)
 
-    def _back(self, cause: Exception) -> None:
-        """Build the layout that was linked last from what is parked, in new processes."""
+    def _back(self, cause: Exception, *, anew: bool) -> NoReturn:
+        """Build the layout that was linked last from what is parked.
+
+        Args:
+            cause: Why.
+            anew: In new processes, for those that are there may hang.
+        """
         running, intact = self._running, tuple(self._linked)
+        running.alive = self._linked
         try:
-            for stage in sorted(self._changed - {ACTOR_GENERATE}):
-                groups.kill(running, stage)
-            if not self._changed.isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
-                for unit in list(running.engines):
-                    ray.kill(running.engines.pop(unit))
-            running.alive = self._linked
-            if (
-                ACTOR_TRAIN not in self._changed
-            ):  # its rank 0 may still wait for an engine that died
-                ask(running.handles(ACTOR_TRAIN), ranks.idle, timeout_s=running.section.start_s,
-                    awaited="the actor's ranks to give the old weight-sync group up")  # fmt: skip
+            if anew:
+                self._end_processes()
             self._build(self._changed)
         except FAILURES as error:
-            error.__cause__ = cause
-            raise TransitionFailed("the way back", error, intact=()) from error
+            self._broken_by = error
+            raise TransitionFailed("the way back", error, intact=()) from cause
+        self._forget()
+        raise TransitionFailed("linking", cause, intact=intact, rolled_back=True) from cause
+
+    def _end_processes(self) -> None:
+        """End every process of what changed, and let the rest come to itself."""
+        running = self._running
+        for stage in sorted(self._changed.intersection(self._parked)):
+            groups.kill(running, stage)
+        if self._changed.isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
+            return
+        for unit in list(running.engines):
+            ray.kill(running.engines.pop(unit))
+        if ACTOR_TRAIN not in self._parked:  # its rank 0 may still wait for an engine that died
+            ask(
+                running.handles(ACTOR_TRAIN),
+                ranks.idle,
+                awaited="the actor's ranks to give the old weight-sync group up",
+                timeout_s=running.section.start_s,
+            )
+
+    def _forget(self) -> None:
         self._parked.clear()
         self._changed.clear()
-        raise TransitionFailed("linking", cause, intact=intact, rolled_back=True) from cause
+        self._broken_by = None
+        self.resting = UnitMap()

@@ -101,16 +101,19 @@ def _create_moments(optimizer: Any) -> None:
     import torch
 
     inner = optimizer.optimizer
-    for group in inner.param_groups:
-        for flat in group["params"]:
-            state = inner.state[flat]
-            for key in _MOMENTS:
-                state.setdefault(key, torch.zeros_like(flat.data))
-            # torch counts in a tensor, DeepSpeed's own optimizers in a number
-            if isinstance(inner, torch.optim.AdamW):
-                state.setdefault("step", torch.tensor(0.0))
-            else:
-                state.setdefault("step", 0)
+    # ZeRO-3 gives its inner optimizer parameters only while it steps.
+    flats = (
+        optimizer.fp32_partitioned_groups_flat
+        if is_zero3(optimizer)
+        else [flat for group in inner.param_groups for flat in group["params"]]
+    )
+    for flat in flats:
+        state = inner.state[flat]
+        for key in _MOMENTS:
+            state.setdefault(key, torch.zeros_like(flat.data))
+        # torch counts in a tensor, DeepSpeed's own optimizers in a number
+        counted = isinstance(inner, torch.optim.AdamW)
+        state.setdefault("step", torch.tensor(0.0) if counted else 0)
 
 
 def _link(optimizer: Any) -> None:

@@ -123,21 +123,22 @@ class RolloutAdapter:
 
     def split(self, op: Split) -> Receipt:
         """One engine becomes smaller ones on its own devices."""
-        return self._once(op)
+        return self.perform(op)
 
     def merge(self, op: Merge) -> Receipt:
         """Engines become one; raises Diverged when they serve different versions."""
-        return self._once(op)
+        return self.perform(op)
 
     def extend(self, op: Extend) -> Receipt:
         """A new engine, with the version of its sources."""
-        return self._once(op)
+        return self.perform(op)
 
     def destroy(self, op: Destroy) -> Receipt:
         """An engine ends; its requests go on elsewhere."""
-        return self._once(op)
+        return self.perform(op)
 
-    def _once(self, op: Primitive) -> Receipt:
+    def perform(self, op: Primitive) -> Receipt:
+        """Perform any primitive."""
         return self._ledger.perform(op, self._standing, self._do)
 
     def _standing(self) -> Standing:
@@ -175,8 +176,7 @@ class RolloutAdapter:
         found = {u: running.version_of(u) for u in sources(op)}
         if isinstance(op, Extend):
             version = max(found.values())
-            if version == running.trainer.version:
-                running.trainer.publish(running.store)
+            running.ensure(version)
             return version
         if len(set(found.values())) > 1:
             raise Diverged(sources(op), "the version of their weights", op)

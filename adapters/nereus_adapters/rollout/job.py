@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import xxhash
+
 from nereus_adapters.rollout.fleet import Fleet, together
 from nereus_adapters.rollout.ports import (
     Completion,
@@ -29,6 +31,7 @@ from nereus_core.errors import NereusError, UnitLost, WaitTimeout
 from nereus_core.gate import Gate
 from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.plan import Plan, check_plan
+from nereus_core.state import Slot
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, Job, ModelStage
 
@@ -39,6 +42,11 @@ class Trainer(Protocol):
     @property
     def units(self) -> UnitMap:
         """Units of all stages but generate, those on failed devices left out."""
+        ...
+
+    @property
+    def failed(self) -> frozenset[Device]:
+        """Devices that it knows to be gone."""
         ...
 
     @property
@@ -77,6 +85,7 @@ class RolloutJob:
         factory: makes engines.
         trainer: the rest of the job.
         engines: of a job before, to go on with where unit and devices are the same.
+        gate: of the job that this stage belongs to, where it has one.
         wait_s: longest wait for a response or a boundary.
     """
 
@@ -88,11 +97,12 @@ class RolloutJob:
         trainer: Trainer,
         *,
         engines: Collection[Engine] = (),
+        gate: Gate | None = None,
         wait_s: float = 600.0,
     ) -> None:
         check_plan(plan, job)
         self._job, self.factory, self.trainer = job, factory, trainer
-        self.gate = Gate(wait_s, asynchronous=job.workload.asynchronous)
+        self.gate = gate or Gate(wait_s, asynchronous=job.workload.asynchronous)
         self.store = Store()
         self.fleet = Fleet(wait_s=wait_s)
         self.fleet.on_lost = self._rebuild_soon
@@ -100,6 +110,7 @@ class RolloutJob:
         self._lock = threading.RLock()
         self._units: dict[UnitId, Unit] = {}
         self._rebuilds: dict[UnitId, Future[None]] = {}
+        self._rebuilding = threading.Lock()
         self._failed: frozenset[Device] = job.cluster.failed
         self._unheard: list[UnitId] = []
         self.lost: set[UnitId] = set()
@@ -111,7 +122,8 @@ class RolloutJob:
         self._figures: StepFigures | None = None
         self._lengths: list[tuple[int, int]] = []
         self._signals: dict[UnitId, EngineSignals] = {}
-        trainer.publish(self.store)
+        self._publishing = threading.Lock()
+        self.ensure(trainer.version)
         self._start(plan, list(engines))
 
     def _start(self, plan: Plan, left: list[Engine]) -> None:
@@ -146,15 +158,21 @@ class RolloutJob:
     @property
     def job(self) -> Job:
         """Static facts, on the cluster as it is now."""
-        return self._job.on(self._job.cluster.without(self._failed))
+        return self._job.on(self._job.cluster.without(self.failed))
+
+    @property
+    def failed(self) -> frozenset[Device]:
+        """Devices that are gone."""
+        return self._failed | self.trainer.failed
 
     @property
     def units(self) -> UnitMap:
         """Units alive, those of other stages too. An engine that is being rebuilt is alive: its
         weights are in the store.
         """  # noqa: D205  (two sentences that belong together)
+        failed = self.failed
         with self._lock:
-            mine = [u for u in self._units.values() if self._failed.isdisjoint(u.devices)]
+            mine = [u for u in self._units.values() if failed.isdisjoint(u.devices)]
         return UnitMap([*mine, *self.trainer.units.values()])
 
     def observe(self) -> Observation:
@@ -176,7 +194,7 @@ class RolloutJob:
             response_tokens=TokenStats.of(responses),
             peak_bytes=peaks,
             healthy=frozenset(self.job.cluster.healthy),
-            metrics={**(figures.metrics if figures else {}), **_metrics(signals)},
+            metrics={**(figures.metrics if figures else {}), **figures_of(signals)},
             clip_ratio=clip_ratio(responses, self._job.max_response_tokens),
         )
 
@@ -215,15 +233,16 @@ class RolloutJob:
             e.version == version for e in self.fleet.engines().values()
         ):
             return
-        self.trainer.publish(self.store)
+        self.ensure(version)
 
         def bring(unit: UnitId) -> None:
-            if self.fleet.engine(unit).version == version:
+            engine = self.fleet.engine(unit)
+            if engine.version == version:
                 return
             try:
-                self.load(self.fleet.engine(unit), version)
+                self.load(engine, version)
             except (EngineError, EngineLost, WaitTimeout):
-                self.rebuild(unit, version)
+                self.rebuild(unit, engine, version)
 
         units = [u.id for u in self.units.of(ACTOR_GENERATE)]
         raise_first(together([lambda unit=unit: bring(unit) for unit in units]))  # type: ignore[misc]
@@ -253,13 +272,34 @@ class RolloutJob:
 
     def load(self, engine: Engine, version: int) -> None:
         """Give an engine a version that is in the store; published once more if it is garbled."""
+        published = self.store.get(version)
         try:
-            engine.update_weights(version, self.store.get(version).manifest(engine.layout))
+            engine.update_weights(version, published.manifest(engine.layout))
         except GarbledWeights:
             if version != self.trainer.version:
                 raise
-            self.trainer.publish(self.store)
+            with self._publishing:
+                if self.store.get(version) is published:  # nobody has done it meanwhile
+                    self.trainer.publish(self.store)
             engine.update_weights(version, self.store.get(version).manifest(engine.layout))
+
+    def ensure(self, version: int) -> None:
+        """Have a version in the store: the trainer's newest is published where it is not."""
+        with self._publishing:
+            if version == self.trainer.version and version not in self.store:
+                self.trainer.publish(self.store)
+
+    def digests(self, unit: UnitId) -> dict[str, str]:
+        """Digest what a unit was given, tensor by tensor: each cell was checked as it arrived."""
+        cells: dict[str, list[str]] = {}
+        for piece in self.store.get(self.version_of(unit)).pieces:
+            cell = piece.cell
+            said = f"{cell.box.offset}{cell.box.shape}{piece.digest:016x}"
+            cells.setdefault(f"{Slot.PARAM}/{cell.tensor}", []).append(said)
+        return {
+            name: xxhash.xxh3_64_hexdigest("".join(sorted(said)).encode())
+            for name, said in cells.items()
+        }
 
     def version_of(self, unit: UnitId) -> int:
         """Return the version that a unit serves, or that of the trainer for one of its units."""
@@ -327,19 +367,36 @@ class RolloutJob:
                 with self._lock:
                     del self._units[unit]
 
-    def rebuild(self, unit: UnitId, version: int) -> None:
-        """Put a new engine in the place of one that failed, on the same devices."""
+    def reap(self) -> tuple[UnitId, ...]:
+        """End engines on devices that the trainer knows to be gone; return their units."""
+        failed = self.failed
         with self._lock:
-            wanted = self._units[unit]
-        self.fleet.engine(unit).close()
-        engine = self.build(wanted)
-        try:
-            self.load(engine, version)
-        except NereusError:
-            engine.close()
-            raise
-        self.fleet.replace(unit, engine)
-        with self._lock:
+            gone = tuple(u.id for u in self._units.values() if not failed.isdisjoint(u.devices))
+            for unit in gone:
+                del self._units[unit]
+            self.lost.update(gone)
+        for unit in gone:
+            self.fleet.remove(unit).close()
+        return gone
+
+    def rebuild(self, unit: UnitId, failed: Engine, version: int) -> None:
+        """Put a new engine in the place of one that failed, on the same devices, once."""
+        with self._rebuilding:
+            with self._lock:
+                wanted = self._units[unit]
+            engine = self.fleet.engine(unit)
+            if engine is not failed:  # somebody else has noticed too, and done it
+                if engine.version != version:
+                    self.load(engine, version)
+                return
+            failed.close()
+            engine = self.build(wanted)
+            try:
+                self.load(engine, version)
+            except NereusError:
+                engine.close()
+                raise
+            self.fleet.replace(unit, engine)
             self.rebuilt += 1
 
     def _rebuild_soon(self, unit: UnitId) -> None:
@@ -354,11 +411,12 @@ class RolloutJob:
                 return
             done: Future[None] = Future()
             self._rebuilds[unit] = done
+        failed = self.fleet.engine(unit)
 
         def run() -> None:
             try:
                 assert self.fleet.version is not None
-                self.rebuild(unit, self.fleet.version)
+                self.rebuild(unit, failed, self.fleet.version)
             except Exception as error:
                 with self._lock:
                     self._units.pop(unit, None)
@@ -402,7 +460,8 @@ def raise_first(errors: Iterable[BaseException | None]) -> None:
             raise error
 
 
-def _metrics(signals: Mapping[UnitId, EngineSignals]) -> dict[str, float]:
+def figures_of(signals: Mapping[UnitId, EngineSignals]) -> dict[str, float]:
+    """Write engines' signals as metrics of a job, ``unit/signal``."""
     found: dict[str, float] = {}
     for unit, seen in signals.items():
         found |= {

@@ -42,6 +42,10 @@ class Store:
         with self._lock:
             return self._published[version]
 
+    def __contains__(self, version: int) -> bool:
+        with self._lock:
+            return version in self._published
+
     def keep(self, versions: Collection[int]) -> None:
         """Forget all other versions, and remove their segments."""
         with self._lock:

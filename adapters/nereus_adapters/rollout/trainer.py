@@ -108,6 +108,11 @@ class HfTrainer:
         """Units on healthy devices."""
         return UnitMap(self._units.values()).intact(self._failed)
 
+    @property
+    def failed(self) -> frozenset[Device]:
+        """Devices that were said to be gone."""
+        return frozenset(self._failed)
+
     def publish(self, store: Store) -> None:
         """Put the actor's weights into the store: each training device writes its share."""
         shards = {

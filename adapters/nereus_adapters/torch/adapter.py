@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
+from nereus_adapters.rollout.adapter import RolloutAdapter
 from nereus_adapters.torch import CAPABILITIES
 from nereus_adapters.torch.alike import require_alike
 from nereus_adapters.torch.engine import combine
@@ -42,7 +43,7 @@ from nereus_core.primitives import (
 from nereus_core.state import placed, shard_bytes
 from nereus_core.traffic import primitive_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import ACTOR_GENERATE, Job, ModelStage, Stage
 
 Fault = Callable[[Primitive, Phase, UnitMap], None]
 """May let something go wrong on the seats, or raise."""
@@ -61,6 +62,11 @@ class TorchAdapter:
         self._lock = threading.Lock()
         self._ledger = Ledger(CAPABILITIES)
         self._known: dict[UnitId, Unit] = dict(running.units)
+        self._engines = (
+            RolloutAdapter(self.name, CAPABILITIES, running.engines, None)
+            if running.engines is not None
+            else None
+        )
         self.fault: Fault | None = None
         """Called as each phase of a primitive begins, for a harness."""
 
@@ -79,7 +85,14 @@ class TorchAdapter:
         return self._running.observe()
 
     def fingerprint(self, unit: UnitId) -> Fingerprint:
-        """Digest logical state where it lies; partial digests of the ranks add up."""
+        """Digest logical state where it lies; partial digests of the ranks add up.
+
+        Of a rollout engine: the weights that it was given.
+        """
+        engines = self._running.engines
+        if engines is not None and unit.model_stage == ACTOR_GENERATE:
+            counters = {"weight_version": engines.version_of(unit)}
+            return Fingerprint(unit, engines.digests(unit), counters)
         fleet = self._running.fleet
         found = self._find(unit)
         digests = fleet.settle(fleet.send({unit: {}}, "digests"), self._running.settings.transfer_s)
@@ -116,6 +129,8 @@ class TorchAdapter:
     def watch(self, on_phase: PhaseHook | None) -> None:
         """Tell of phases."""
         self._ledger.watch(on_phase)
+        if self._engines is not None:
+            self._engines.watch(on_phase)
 
     def close(self) -> None:
         """Hold nothing: the job is not the adapter's."""
@@ -139,6 +154,9 @@ class TorchAdapter:
         return self._once(op)
 
     def _once(self, op: Primitive) -> Receipt:
+        if self._engines is not None and model_stage_of(op) == ACTOR_GENERATE:
+            self._engines.fault = self.fault
+            return self._engines.perform(op)
         receipt = self._ledger.perform(op, self._standing, self._do)
         with self._lock:
             self._known.update({u.id: u for u in created(op)})

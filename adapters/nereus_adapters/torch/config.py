@@ -75,12 +75,31 @@ class DeviceEvent(_Section):
     """Back, with new seats."""
 
 
+class RolloutConfig(_Section):
+    """How the engines of ``rollout = "vllm"`` are started."""
+
+    kv_cache_bytes: int | None = Field(None, gt=0)
+    """Per device; what vLLM is allowed to take by default."""
+    max_running: int = Field(64, ge=1)
+    """Most responses an engine draws at once."""
+    eager: bool = False
+    """Compile nothing: starts faster, generates slower."""
+    executor: Literal["seats", "uni", "mp", "ray"] = "seats"
+    """Seats that stay when engines change, or vLLM's own workers, started with each engine."""
+    recycle_bytes: int | None = Field(256 * 2**20, gt=0)
+    """A seat of an engine that has grown by more is replaced. Chosen."""
+
+
 class BackendSection(_Section):
     """How to run it."""
 
     pool: Literal["local", "ray"] = "local"
     """Where seats come from: processes on this machine, or actors on a Ray cluster."""
     device: Literal["cpu", "cuda"] = "cpu"
+    rollout: Literal["torch", "vllm"] = "torch"
+    """What generates: the backend itself, or vLLM engines on the same devices."""
+    vllm: RolloutConfig = Field(default_factory=RolloutConfig)
+    """Of ``rollout = "vllm"``."""
     seats: int = Field(4, ge=1)
     """Over all nodes."""
     nodes: int = Field(1, ge=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -60,6 +60,9 @@ class Crossing:
         self._device, self._accountant = device, accountant
         self._arrived: dict[int, list[int]] = {}
         self._wrong: list[Bucket] = []
+        self._ahead: ThreadPoolExecutor | None = None
+        self._early: dict[int, Future[int]] = {}
+        """Digests of buckets that leave, by identity; from when state is held still on."""
 
     def offer(self) -> Offer:
         """Say where others find what they need of this seat."""
@@ -71,6 +74,24 @@ class Crossing:
                     spot(self._read(bucket.slot, name, box)) for name, box in bucket.regions
                 ]
         return Offer(window, {target: tuple(found) for target, found in spots.items()})
+
+    def digest_ahead(self) -> None:
+        """Begin to digest what others will read here, while they make room for it.
+
+        For a seat whose state does not change before `cross`.
+        """
+        leaving = list(self._leaving())
+        if not leaving or own_window() is None or self._device.type != "cpu":
+            return
+        self._ahead = ThreadPoolExecutor(1)
+        self._early = {id(bucket): self._ahead.submit(self._left, bucket) for bucket in leaving}
+
+    def forget(self) -> None:
+        """Give up what was begun ahead and is not needed any more."""
+        if self._ahead is not None:
+            self._ahead.shutdown(cancel_futures=True)
+            self._ahead = None
+        self._early.clear()
 
     def check_ways(self, ways: Ways) -> None:
         """Raise Unreadable when a neighbor's memory cannot be read."""
@@ -103,8 +124,11 @@ class Crossing:
                 sent.append(bucket)
         with ThreadPoolExecutor(_threads(ways) if near else 1) as threads:
             arriving = threads.map(partial(self._fetched, ways), near)
-            for bucket, found in zip(leaving, threads.map(self._left, leaving), strict=True):
-                left[bucket.target].append(found)
+            late = [bucket for bucket in leaving if id(bucket) not in self._early]
+            digests = dict(zip(map(id, late), threads.map(self._left, late), strict=True))
+            for bucket in leaving:
+                early = self._early.get(id(bucket))
+                left[bucket.target].append(digests[id(bucket)] if early is None else early.result())
             for (bucket, _), came in zip(near, arriving, strict=True):
                 found = self._spoiled(bucket) if spoils() else came
                 self._arrived[bucket.source].append(found)

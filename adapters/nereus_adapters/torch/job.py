@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from nereus_adapters.rollout.job import RolloutJob, figures_of
+from nereus_adapters.rollout.ports import EngineFactory
 from nereus_adapters.torch.adopting import adopt
+from nereus_adapters.torch.engines import SeatTrainer, without_generation
 from nereus_adapters.torch.fleet import Fleet, Pool
 from nereus_adapters.torch.manifest import Manifest
 from nereus_adapters.torch.rl.rollout import Rollout
@@ -25,7 +29,7 @@ from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.plan import Plan, check_plan
 from nereus_core.state import Slot, slots_of
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
 
 class TorchJob:
@@ -42,6 +46,7 @@ class TorchJob:
         settings: hyperparameters and limits.
         pool: seats; started where they are not, closed with the job when ``owns_pool``.
         resume: checkpoint folder to start from instead of step 0.
+        engines: makes what generates, where the seats do not; closed with the job.
 
     Raises:
         CheckpointError: the checkpoint is broken, or of another job.
@@ -58,6 +63,7 @@ class TorchJob:
         *,
         owns_pool: bool = True,
         resume: Path | None = None,
+        engines: EngineFactory | None = None,
     ) -> None:
         if job.workload.asynchronous:
             raise Unsupported("an asynchronous workload", "generation waits for weights here")
@@ -73,8 +79,12 @@ class TorchJob:
         self.steps_done = manifest.step if manifest else 0
         self.gate = Gate(settings.boundary_s)
         self.fleet = Fleet(pool, sources, settings.step_s)
+        self.engines: RolloutJob | None = None
+        """What generates, where the seats do not."""
+        self._factory = engines
+        follows = job.workload if engines is None else without_generation(job.workload)
         self.weights = Weights(
-            self.fleet, job.workload, job.precision.param_bytes, settings.bucket_bytes
+            self.fleet, follows, job.precision.param_bytes, settings.bucket_bytes
         )
         self._steps = Steps(job, self.fleet, self.gate, task, settings)
         self._rollout: Rollout | None = None
@@ -93,6 +103,12 @@ class TorchJob:
             else:
                 self.fleet.start(job.cluster.healthy)
                 self._build(plan, manifest, resume)
+                if engines is not None:
+                    trainer = SeatTrainer(self, os.getpid())
+                    self.engines = RolloutJob(
+                        job, plan, engines, trainer, gate=self.gate, wait_s=settings.step_s
+                    )
+                    self._steps.engines = self.engines
                 self.relink()
         except BaseException:
             self.close()
@@ -100,6 +116,8 @@ class TorchJob:
 
     def _build(self, plan: Plan, manifest: Manifest | None, folder: Path | None) -> None:
         for stage, placement in plan.items():
+            if stage == ACTOR_GENERATE and self._factory is not None:
+                continue
             units = tuple(
                 Unit(UnitId(stage, serial), placement.layout, devices)
                 for serial, devices in enumerate(placement.units)
@@ -118,14 +136,18 @@ class TorchJob:
     @property
     def job(self) -> Job:
         """Static facts, on the cluster as it is now."""
-        cluster = self._job.cluster
-        gone = set(cluster.devices) - self.fleet.pool.alive
-        return self._job.on(cluster.without(gone | self._retired))
+        return self._job.on(self._job.cluster.without(self.failed))
+
+    @property
+    def failed(self) -> frozenset[Device]:
+        """Devices whose seats are gone."""
+        gone = set(self._job.cluster.devices) - self.fleet.pool.alive
+        return self._retired | gone
 
     @property
     def units(self) -> UnitMap:
         """Units alive."""
-        return self.fleet.units
+        return self.fleet.units if self.engines is None else self.engines.units
 
     @property
     def draining(self) -> frozenset[Device]:
@@ -166,7 +188,7 @@ class TorchJob:
         """
         with self.gate.step():
             start_s = time.perf_counter()
-            self.fleet.reap()
+            self._reap()
             if self.fleet.unheard:
                 raise UnitLost(self.fleet.unheard, tuple(self.units), "before the step")
             try:
@@ -187,7 +209,7 @@ class TorchJob:
         if rollout.generated is None:
             self._synchronize()
             self.served = {
-                u.id: int(self.fleet.counters(u)["weight_version"])
+                u.id: self._version(u)
                 for stage in self.units.stages()
                 if stage.stage is Stage.GENERATE
                 for u in self.units.of(stage)
@@ -198,16 +220,36 @@ class TorchJob:
         self._synchronize()
         return rollout
 
+    def _version(self, unit: Unit) -> int:
+        """Return the version of a generating unit's weights."""
+        if self.engines is not None:
+            return self.engines.version_of(unit.id)
+        return int(self.fleet.counters(unit)["weight_version"])
+
     def _synchronize(self) -> None:
         pairs = self.weights.followers()
-        with self.gate.stages(*sorted({stage for pair in pairs for stage in pair})):
+        stages = {stage for pair in pairs for stage in pair}
+        if self.engines is not None:
+            stages |= {ACTOR_TRAIN, ACTOR_GENERATE}
+        with self.gate.stages(*sorted(stages)):
             self.weights.synchronize()
+            if self.engines is not None:
+                self.engines.sync()
+
+    def _reap(self) -> list[UnitId]:
+        """Forget units that have lost a seat; return them."""
+        lost = [u.id for u in self.fleet.reap()]
+        if self.engines is not None:
+            gone = self.engines.reap()
+            self.fleet.unheard += gone
+            lost += gone
+        return lost
 
     def _cut_short(self, error: Exception) -> None:
         """After a failure: forget broken groups, keep units of one mind, name what is lost."""
         self.fleet.unlinked()
         self.weights.forget()
-        lost = [u.id for u in self.fleet.reap()]
+        lost = self._reap()
         lost += [u.id for u in self._left_behind()]
         if lost:
             raise UnitLost(lost, tuple(self.units), str(error)) from error
@@ -239,6 +281,8 @@ class TorchJob:
         for model, found in rollout.metrics.items():
             for name in ("loss", "grad_norm", "lr", "entropy", "kl", "clip_fraction"):
                 metrics[f"{model}/{name}"] = float(getattr(found, name))
+        if self.engines is not None:
+            metrics |= figures_of(self.engines.fleet.signals())
         peaks = self.peak_bytes()
         lengths = [len(t) for t in rollout.generated.tokens]
         seen = Observation(
@@ -278,6 +322,7 @@ class TorchJob:
                     self.fleet,
                     self._job,
                     folder,
+                    plan=Plan.of_units(self.units),
                     about=self._facts,
                     step=self.steps_done,
                     origins=self._origins,
@@ -302,8 +347,10 @@ class TorchJob:
 
     def relink(self) -> None:
         """Rebuild groups and routing for the units alive; losses count as heard."""
-        self.fleet.reap()
+        self._reap()
         self.fleet.link()
+        if self.engines is not None:
+            self.engines.link()
         self.fleet.unpark()
         self.fleet.unheard = ()
         self._retire()
@@ -350,6 +397,10 @@ class TorchJob:
 
     def close(self) -> None:
         """End the job; its seats too when they are its own. Safe to call twice."""
+        if self.engines is not None:
+            self.engines.close()
+        if self._factory is not None:
+            self._factory.close()
         pool = self.fleet.pool
         if self._owns_pool:
             pool.close()

@@ -70,6 +70,7 @@ def save(
     job: Job,
     folder: Path,
     *,
+    plan: Plan,
     about: Mapping[str, Any],
     step: int,
     origins: Mapping[ModelStage, str],
@@ -91,7 +92,6 @@ def save(
         files = {
             p.file: (beside / p.file).stat().st_size for s in stages.values() for p in s.pieces
         }
-        plan = Plan.of_units(units)
         Manifest(about, step, plan, stages, origins, files).write(beside)
         _sync(beside)
         if folder.exists():

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nereus_adapters.rollout.weights import Cell, publish
+from nereus_adapters.rollout.weights import Piece as RolloutPiece
 from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.boxes import read_boxes, write_boxes
 from nereus_adapters.torch.crossing import Digests
@@ -30,6 +32,7 @@ from nereus_adapters.torch.engine import (
 from nereus_adapters.torch.exchange import digest
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.manifest import Piece
+from nereus_adapters.torch.shells import Shells
 from nereus_adapters.torch.store import open_store
 from nereus_adapters.torch.sync import Lane
 from nereus_adapters.torch.transfer import Transfer
@@ -45,7 +48,7 @@ from nereus_adapters.torch.values import (
     SyncPart,
     Ways,
 )
-from nereus_core.state import Slot
+from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
 
 
@@ -66,6 +69,7 @@ class Seat:
         self.units: dict[UnitId, UnitShard] = {}
         self.parked: dict[UnitId, UnitShard] = {}
         self.accountant = Accountant()
+        self._shells = Shells(self.device, self.accountant.storage)
         self.faults = Faults(self.accountant)
         self._groups: dict[UnitId, UnitGroups] = {}
         self._lanes: dict[str, Lane] = {}
@@ -77,11 +81,11 @@ class Seat:
     def warm(self, specs: Sequence[ShardSpec]) -> None:
         """Import and compile what the first shard of a model needs: once a job, not a move."""
         for spec in specs:
-            spec.build(self.device)
+            self._shells.take_back(self._shells.build(spec))
 
     def build(self, unit: UnitId, spec: ShardSpec) -> None:
         """Build a shard with its start-up weights."""
-        shard = spec.build(self.device, self.accountant.storage)
+        shard = self._shells.build(spec)
         shard.load(spec.source.folder)
         self.accountant.take(shard.resident_bytes())
         self.units[unit] = shard
@@ -95,7 +99,7 @@ class Seat:
         counters: Mapping[str, int | float],
     ) -> None:
         """Build a shard with the state that a checkpoint has."""
-        shard = spec.build(self.device, self.accountant.storage)
+        shard = self._shells.build(spec)
         shard.replace(read_boxes(Path(folder), pieces, shard))
         shard.counters.update(counters)
         self.accountant.take(shard.resident_bytes())
@@ -115,7 +119,7 @@ class Seat:
             self._to_host(shard)
             self.parked[unit] = shard
         else:
-            shard.clear()
+            self._shells.take_back(shard)
         self._free()
 
     def unload(self, unit: UnitId) -> None:
@@ -126,7 +130,7 @@ class Seat:
     def unpark(self, unit: UnitId) -> None:
         """Let go of a parked shard."""
         if unit in self.parked:
-            self.parked.pop(unit).clear()
+            self._shells.take_back(self.parked.pop(unit))
             self._free()
 
     def _to_host(self, shard: UnitShard) -> None:
@@ -155,6 +159,16 @@ class Seat:
                 flat = shard.tensor(slot, name).contiguous().view(-1)
                 found[f"{slot}/{name}"] = digest(flat).tolist()
         return found
+
+    def publish(self, unit: UnitId, name: str, cells: Sequence[Cell]) -> tuple[RolloutPiece, ...]:
+        """Write cells of a shard's weights into a segment of this host, for rollout engines."""
+        shard = self.units[unit]
+
+        def read(tensor: str, box: Box) -> np.ndarray[Any, Any]:
+            part = shard.tensor(Slot.PARAM, tensor)[box.within(shard.box(tensor))].cpu()
+            return (part.view(torch.int16) if part.dtype is torch.bfloat16 else part).numpy()
+
+        return publish(name, cells, read)
 
     def peek(self, unit: UnitId) -> dict[str, tuple[tuple[int, ...], np.ndarray[Any, Any]]]:
         """Return a shard's tensors with their offsets, for tests; bf16 as its bit pattern."""
@@ -261,7 +275,7 @@ class Seat:
         """First phase of a primitive."""
         self.faults.at("prepare")
         held = {**self.parked, **self.units}
-        transfer = Transfer(part, held, self.device, self.accountant)
+        transfer = Transfer(part, held, self.device, self.accountant, self._shells)
         self._transfers[part.op] = transfer
         self.accountant.reset_peak()
         return transfer.prepare()
@@ -290,7 +304,8 @@ class Seat:
         shard = transfer.commit()
         for unit in part.ending:
             self.unlink(unit)
-            self.units.pop(unit, None)
+            if unit in self.units:
+                self._shells.take_back(self.units.pop(unit))
         if part.target is not None and shard is not None:
             self.units[part.target] = shard
         self._committed.add(op)
@@ -402,6 +417,7 @@ class Seat:
         for unit in list(self.parked):
             self.unpark(unit)
         self.accountant = Accountant()
+        self._shells = Shells(self.device, self.accountant.storage)
         self.faults = Faults(self.accountant)
 
     def hello(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nereus_adapters.torch.config import BackendSection, JobSection, PlacementConfig, sections
 from nereus_adapters.torch.engine import OptimizerSpec, export_model
+from nereus_adapters.torch.engines import factory as engines_of
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.manifest import Manifest
 from nereus_adapters.torch.pools import leave_word, left_pool, open_pool
@@ -64,9 +65,12 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
     check_plan(plan, job)
+    engines = None
+    if backend.rollout == "vllm":
+        engines = engines_of(backend, job, job.models["actor"], folder)
     pool = open_pool(backend, job.cluster)
     leave_word(pool, config.run_dir)
-    return TorchJob(job, plan, sources, task, settings, pool, resume=resume)
+    return TorchJob(job, plan, sources, task, settings, pool, resume=resume, engines=engines)
 
 
 def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.torch.channel import Answer, Pending
-from nereus_adapters.torch.engine import Batch, LossSpec, TrainMetrics
+from nereus_adapters.torch.engine import Batch, Generated, LossSpec, TrainMetrics
+from nereus_adapters.torch.engines import generated
 from nereus_adapters.torch.fleet import Fleet
 from nereus_adapters.torch.rl import advantages
 from nereus_adapters.torch.rl.rollout import (
@@ -47,6 +50,8 @@ class Steps:
     ) -> None:
         self._job, self._fleet, self._gate = job, fleet, gate
         self._task, self._settings = task, settings
+        self.engines: RolloutJob | None = None
+        """What generates, where the seats do not."""
         self.stage_s: dict[ModelStage, float] = {}
         """Seconds of each stage in the step under way: its slowest seat."""
 
@@ -76,6 +81,9 @@ class Steps:
         """Sample a response per sequence, and a greedy one where the algorithm needs it."""
         if rollout.generated is not None:
             return
+        if self.engines is not None:
+            self._generate_on(self.engines, rollout)
+            return
         with self._gate.stages(ACTOR_GENERATE):
             sampled = self._send_generate(rollout, _SAMPLED)
             passes = self._job.workload.node(ACTOR_GENERATE).passes
@@ -86,6 +94,33 @@ class Steps:
             others = [a.value for a in answers[len(sampled) :] if a.value is not None]
             rollout.greedy = joined(others)
         rollout.generated = joined(parts)
+
+    def _generate_on(self, engines: RolloutJob, rollout: Rollout) -> None:
+        """Do `generate` on rollout engines."""
+        settings = self._settings
+        bound = min(self._job.max_response_tokens, self._task.max_response_tokens(rollout.step))
+
+        def responses(kind: int) -> Generated:
+            seeds = [
+                sequence_seed(settings.seed, rollout.step, i, kind)
+                for i in range(len(rollout.prompts))
+            ]
+            return generated(
+                engines,
+                [p.tokens for p in rollout.prompts],
+                seeds,
+                max_tokens=bound,
+                temperature=0.0 if kind == _GREEDY else settings.temperature,
+                eos_id=settings.eos_id,
+                name=f"{rollout.step}.{kind}",
+            )
+
+        start_s = time.perf_counter()
+        with self._gate.stages(ACTOR_GENERATE):
+            if self._job.workload.node(ACTOR_GENERATE).passes > 1:
+                rollout.greedy = responses(_GREEDY)
+            rollout.generated = responses(_SAMPLED)
+        self.stage_s[ACTOR_GENERATE] = time.perf_counter() - start_s
 
     def _send_generate(self, rollout: Rollout, kind: int) -> list[Pending]:
         settings = self._settings

@@ -16,6 +16,7 @@ from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.crossing import Crossing, Digests
 from nereus_adapters.torch.engine import Group, UnitShard, make_group
 from nereus_adapters.torch.exchange import Locate, Spoils
+from nereus_adapters.torch.shells import Shells
 from nereus_adapters.torch.values import Offer, Region, SeatPart, Ways
 from nereus_core.state import Box, Slot
 from nereus_core.units import UnitId
@@ -33,9 +34,11 @@ class Transfer:
         units: Mapping[UnitId, UnitShard],
         device: torch.device,
         accountant: Accountant,
+        shells: Shells,
     ) -> None:
         self.part = part
         self._units, self._device, self._accountant = units, device, accountant
+        self._shells = shells
         self._new: UnitShard | None = None
         self._fresh: dict[Key, torch.Tensor] = {}
         self._patches: dict[Key, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
@@ -56,12 +59,14 @@ class Transfer:
             Where other seats find what they need of this one.
         """
         self._build()
-        return self._crossing.offer()
+        offer = self._crossing.offer()
+        self._crossing.digest_ahead()
+        return offer
 
     def _build(self) -> None:
         if self.part.spec is None:
             return
-        self._new = self.part.spec.build(self._device, self._accountant.storage)
+        self._new = self._shells.build(self.part.spec)
         fetched = _by_name(self.part.fetched)
         for name in self._new.names:
             box = self._new.box(name)
@@ -98,7 +103,7 @@ class Transfer:
             Unreadable: a neighbor cannot be read; nothing has moved.
             WaitTimeout: a member of the group did not come.
         """
-        self.release()
+        self._leave()
         self._crossing.check_ways(ways)
         meeting = ways.meeting
         if meeting is not None:
@@ -200,6 +205,10 @@ class Transfer:
 
     def release(self) -> None:
         """Give up the transfer group; peers that still wait on it fail at once."""
+        self._leave()
+        self._crossing.forget()
+
+    def _leave(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None

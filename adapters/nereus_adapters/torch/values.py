@@ -57,6 +57,13 @@ class ShardSpec:
     local_rank: int
     stage: Stage
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What two specifications have in common when one's shard serves the other."""
+        source = self.source
+        model = (source.spec, source.dtype, source.optimizer)
+        return (*model, self.layout, self.local_rank, self.stage)
+
     def build(self, device: torch.device, storage: Storage = plain_storage) -> UnitShard:
         """Build the shard without storage; what it makes itself, it makes with ``storage``."""
         return UnitShard(

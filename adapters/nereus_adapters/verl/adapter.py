@@ -77,10 +77,9 @@ class VerlAdapter:
             trainer, ranks.facts[0], (*own, *spare), settings, hybrid=self._is_hybrid()
         )
         self._order = (*own, *spare)
-        replicas = rollout_units(self._replicas(), of_worker, ())
-        self._units = UnitMap([*train_units(ranks, {}), *replicas])
+        replicas = rollout_units(self._replicas(), of_worker)
+        self._units = UnitMap([*train_units(ranks), *replicas])
         self._linked = self._units
-        self._engines = ranks.facts[0].engines
         self._hybrid = ranks.devices if self._is_hybrid() else ()
         if self._hybrid:
             self._fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
@@ -268,8 +267,8 @@ class VerlAdapter:
         """Raise Infeasible unless new units are runs of devices in the order of ranks."""
         for unit in created(op):
             places = [self._order.index(d) for d in unit.devices]
-            if places != sorted(places):
-                raise Infeasible(f"{op}: {unit} is not in the order of verl's ranks.", op)
+            if places != list(range(places[0], places[0] + len(places))):
+                raise Infeasible(f"{op}: {unit} is no run of verl's ranks.", op)
             if unit.layout.pp > 1:
                 raise Infeasible(f"{op}: verl's FSDP engine has no pipeline stages.", op)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nereus_core.layout import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -16,8 +18,9 @@ class EngineFacts:
 
     role: str
     """``actor``, ``ref`` or ``critic``."""
-    shard_size: int
-    """Ranks that share one copy of the state: the ``fsdp`` dimension of the mesh."""
+    layout: Layout
+    """Ranks that hold one copy of the state between them: tp and pp of Megatron's engine; with FSDP
+    the ``fsdp`` dimension of the mesh, written as tp."""
     hf_config: dict[str, Any]
     params_dtype: str
     """Of the parameters that the optimizer works on, e.g. ``float32``."""
@@ -72,9 +75,17 @@ def _facts(role: str, held: Any) -> EngineFacts:
     parameter = next(iter(engine.module.parameters()), None) if mesh is not None else None
     return EngineFacts(
         role=role,
-        shard_size=1 if mesh is None else mesh.shape[-1],
+        layout=_layout(engine, mesh),
         hf_config=engine.model_config.hf_config.to_dict(),
         params_dtype="float32"
         if parameter is None
         else str(parameter.dtype).removeprefix("torch."),
     )
+
+
+def _layout(engine: Any, mesh: Any) -> Layout:
+    if mesh is not None:
+        return Layout(mesh.shape[-1], 1)
+    degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    tp, pp = (int(getattr(engine.engine_config, name, 1)) for name in degrees)
+    return Layout(tp, pp)

@@ -16,6 +16,7 @@ from nereus_core.model import ModelSpec
 from nereus_core.workload import (
     ACTOR_GENERATE,
     ACTOR_TRAIN,
+    BFLOAT16_MIXED,
     CRITIC_TRAIN,
     FLOAT32,
     REF_INFER,
@@ -51,6 +52,7 @@ def job_of(
     config = trainer.config
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     engines = {engine.role: engine for engine in facts.engines}
+    shards = str(actor.strategy).startswith("fsdp")
     prompt, response = int(rollout.prompt_length), int(rollout.response_length)
     models = {"actor": ModelSpec.from_hf_config(engines["actor"].hf_config, name="actor")}
     if trainer.use_critic:
@@ -65,16 +67,23 @@ def job_of(
         global_batch=int(config.data.train_batch_size) * int(rollout.n),
         max_prompt_tokens=prompt,
         max_response_tokens=response,
-        precision=_precision(engines["actor"].params_dtype, actor),
+        precision=_precision(engines["actor"].params_dtype, actor) if shards else BFLOAT16_MIXED,
         micro_batch=_micro_batch(actor, prompt + response),
         num_steps=int(trainer.total_training_steps),
         recompute="full"
         if config.actor_rollout_ref.model.get("enable_gradient_checkpointing", False)
         else "none",
+        sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(_workload(trainer).stages),) if hybrid else (),
-        device_batch=math.gcd(int(config.data.train_batch_size), _mini_batch(config))
-        * int(rollout.n),
+        device_batch=_shared_out(config) if shards else None,
     )
+
+
+def _shared_out(config: Any) -> int:
+    """Sequences that all ranks of an engine share out; Ulysses ranks take theirs together."""
+    prompts = math.gcd(int(config.data.train_batch_size), _mini_batch(config))
+    ulysses = int(config.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1))
+    return prompts * int(config.actor_rollout_ref.rollout.n) * ulysses
 
 
 def _mini_batch(config: Any) -> int:

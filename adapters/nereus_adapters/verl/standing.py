@@ -17,7 +17,7 @@ from nereus_adapters.verl.calls import call_all
 from nereus_adapters.verl.facts import WorkerFacts, worker_facts
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
-from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.units import Unit, UnitId
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER, ModelStage
 
 ROLES: Mapping[str, ModelStage] = {
@@ -46,49 +46,46 @@ class Ranks:
         facts = tuple(answers[key] for key in numbered)
         return cls(tuple(Device(f.node, f.accelerator) for f in facts), tuple(workers), facts)
 
-    def shard_size(self, role: str) -> int | None:
-        """Ranks that share one copy of a role's state; None where there is no such engine."""
+    def layout(self, role: str) -> Layout | None:
+        """How ranks share one copy of a role's state; None where there is no such engine."""
         for engine in self.facts[0].engines:
             if engine.role == role:
-                return engine.shard_size
+                return engine.layout
         return None
 
 
-def train_units(ranks: Ranks, serials: Mapping[ModelStage, Sequence[int]]) -> Iterator[Unit]:
-    """Yield the shard groups of every engine, in order of rank.
+def train_units(ranks: Ranks) -> Iterator[Unit]:
+    """Yield the units of every engine, in order of rank.
 
-    Args:
-        ranks: Of the worker group.
-        serials: Of units that a transition made, by stage; 0, 1, ... where absent.
+    Source of the order: megatron.core.parallel_state, "tp-cp-ep-dp-pp"; one stage with FSDP.
     """
     for role, stage in ROLES.items():
-        size = ranks.shard_size(role)
-        if size is None:
+        layout = ranks.layout(role)
+        if layout is None:
             continue
-        for index in range(len(ranks.devices) // size):
-            group = ranks.devices[index * size : (index + 1) * size]
-            known = serials.get(stage, ())
-            serial = known[index] if index < len(known) else index
-            yield Unit(UnitId(stage, serial), Layout(size, 1), group)
+        per_stage = len(ranks.devices) // layout.pp
+        for index in range(len(ranks.devices) // layout.num_devices):
+            # Ranks run over tp first, then over units, then over pipeline stages.
+            group = tuple(
+                ranks.devices[stage_of * per_stage + index * layout.tp + tp_rank]
+                for stage_of in range(layout.pp)
+                for tp_rank in range(layout.tp)
+            )
+            yield Unit(UnitId(stage, index), layout, group)
 
 
-def rollout_units(
-    replicas: Sequence[Any], of_worker: Mapping[Any, Device], serials: Sequence[int]
-) -> Iterator[Unit]:
+def rollout_units(replicas: Sequence[Any], of_worker: Mapping[Any, Device]) -> Iterator[Unit]:
     """Yield the rollout replicas of a manager.
 
     Args:
         replicas: verl's RolloutReplicas.
         of_worker: Device by Ray actor id.
-        serials: Of the replicas; 0, 1, ... where absent.
     """
     for index, replica in enumerate(replicas):
         devices = tuple(of_worker[worker._actor_id] for worker in replica.workers)
         tp = int(replica.config.tensor_model_parallel_size)
         pp = int(replica.config.pipeline_model_parallel_size)
-        serial = serials[index] if index < len(serials) else index
-        used = tp * pp
-        yield Unit(UnitId(ACTOR_GENERATE, serial), Layout(tp, pp), devices[:used])
+        yield Unit(UnitId(ACTOR_GENERATE, index), Layout(tp, pp), devices[: tp * pp])
 
 
 def free_devices(held: Sequence[Device], wanted: int) -> tuple[Device, ...]:
@@ -108,8 +105,3 @@ def free_devices(held: Sequence[Device], wanted: int) -> tuple[Device, ...]:
         spare = [Device(node, i) for i in range(total) if Device(node, i) not in held]
         found += spare
     return tuple(found[: min(wanted, left)])
-
-
-def units_of(units: Iterator[Unit], more: Iterator[Unit]) -> UnitMap:
-    """Put the units of all stages together."""
-    return UnitMap([*units, *more])

@@ -102,3 +102,20 @@ def test_a_seat_keeps_the_pages_of_a_unit_that_ended(harness, tools):
         assert warm() == empty
         assert tools.sha256(harness.peek(again.created[0].id)) == before
     assert len(adapter.units().of(ACTOR_TRAIN)) == 2
+
+
+def test_a_shell_is_as_good_as_a_new_shard(harness, tools):
+    """Modules of ended units serve the next of their kind; nothing of the old one is in them."""
+    job = harness.job()
+    adapter = harness.launch(job, tools.packed(job))
+    hand = tools.Hand(adapter)
+    losses = {}
+    for turn in range(2):
+        with tools.at_boundary(adapter):
+            hand.extend(Layout(2, 1), [1, 2])
+            hand.destroy(0)
+            hand.extend(Layout(1, 1), [0])
+            hand.destroy(0)
+        losses[turn] = harness.step().losses
+    harness.launch(job, tools.packed(job))  # seats let go of everything, shells included
+    assert losses == {turn: pytest.approx(harness.step().losses, rel=1e-9) for turn in range(2)}

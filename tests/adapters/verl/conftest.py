@@ -13,8 +13,8 @@ from verl_cpu.command import Ran, overrides, run_job
 from nereus_core.events import Event, read_events
 
 STEPS = 5
-JOB_S = 300
-"""A job of five steps takes 60 to 100 s on two cores."""
+JOB_S = 540
+"""A job of five steps takes 60 to 100 s on two cores that do nothing else."""
 GRPO_PLANS = {
     1: {"actor/generate": ["tp2pp1", 2]},
     2: {"actor/generate": ["tp1pp1", 4], "actor/train": ["tp2pp1", 4]},

@@ -7,7 +7,7 @@ import pytest
 from vllm_cases import DEVICES, ONE, Weights
 
 from nereus_adapters.rollout.segment import FOLDER, PREFIX
-from nereus_adapters.rollout.vllm.harness import TINY, CpuFactory, settings
+from nereus_adapters.rollout.vllm.harness import TINY, CpuFactory, VllmHarness, settings
 from nereus_core.model import ModelSpec
 
 
@@ -32,6 +32,14 @@ def factory(folder, spec):
     yield made
     made.close()
     assert not [p.name for p in FOLDER.glob(f"{PREFIX}{os.getpid()}-*")]
+
+
+@pytest.fixture(scope="session")
+def harness(factory):
+    """Jobs with a trainer on the session's seats, and two more."""
+    made = VllmHarness(factory.pool)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -165,7 +165,9 @@ def test_weights_garbled_on_their_way_are_refused_and_the_old_ones_serve_on(star
 def test_a_cache_that_is_too_small_preempts_and_every_token_comes(
     factory, folder, spec, start, weights
 ):
-    small = dataclasses.replace(settings(folder), more={"block_size": 16, "num_gpu_blocks_override": 8})
+    small = dataclasses.replace(
+        settings(folder), more={"block_size": 32, "num_gpu_blocks_override": 8}
+    )
     tight = CpuFactory(small, spec, DEVICES, pool=factory.pool)
     engine = start(published=weights.publish(1), using=tight)
     asked = prompts(8, max_tokens=40)

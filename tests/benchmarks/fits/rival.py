@@ -3,7 +3,8 @@
 Aggregated (continuous batching) estimates with the row's own system, backend, degrees, lengths,
 batch and quantization; the package's newest kernel database of that backend. A model whose
 configuration the package does not carry is asked for under a name with the same shapes, so that
-nothing is downloaded. Needs the ``bench`` extra; a row costs about a second.
+nothing is downloaded. Needs the ``bench`` extra. The database is looked up once per system and
+backend, as the package does it anew for every row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from fits.serving_rows import ServingRow
 
@@ -44,6 +46,13 @@ def available() -> str | None:
     return None
 
 
+@cache
+def _newest(system: str, backend: str) -> str | None:
+    from aiconfigurator_core.sdk.perf_database import get_latest_database_version
+
+    return get_latest_database_version(system=system, backend=backend)
+
+
 def estimates(rows: Iterable[ServingRow]) -> list[Estimate]:
     """Ask for each row."""
     with warnings.catch_warnings():
@@ -63,6 +72,7 @@ def estimates(rows: Iterable[ServingRow]) -> list[Estimate]:
                     SAME_SHAPES.get(row.model, row.model),
                     row.system,
                     backend_name=row.backend,
+                    backend_version=_newest(row.system, row.backend),
                     isl=row.isl,
                     osl=row.osl,
                     batch_size=row.batch,

@@ -26,7 +26,9 @@ _COVERED = 0.9
 _MANY = 300
 """Rows from which one fold is enough to calibrate intervals on."""
 _WORST = 6
-_details: dict[str, object] = {}
+_details: dict[str, dict[str, object]] = {}
+_asked_for: dict[str, Callable[[], dict[str, object]]] = {}
+"""What is worked out only when somebody asks for details."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +39,9 @@ class Fit:
     residual: Residual
 
     @classmethod
-    def to(cls, rows: Rows) -> Fit:
-        """Fit the white box, then what it misses."""
-        unknowns = fitted(rows.passes, rows.seconds)
+    def to(cls, rows: Rows, near: FloatArray | None = None) -> Fit:
+        """Fit the white box, beginning near another where one is given, then what it misses."""
+        unknowns = fitted(rows.passes, rows.seconds, near)
         missed = np.log(rows.seconds / seconds(unknowns, rows.passes))
         return cls(unknowns, Residual.fitted(_features(rows), missed))
 
@@ -53,6 +55,7 @@ class Fit:
 def predict(train: Path, test: Path | None) -> dict[str, Score]:
     """Score both files; without a test folder by the registered split of the training rows."""
     _details.clear()
+    _asked_for.clear()
     scores = {}
     for key in ("vtrain_multi", "vtrain_single"):
         name = f"ground_truth_{key.removeprefix('vtrain_')}.csv"
@@ -66,7 +69,8 @@ def predict(train: Path, test: Path | None) -> dict[str, Score]:
 
 def details() -> dict[str, object]:
     """What the last `predict` has to say beside its scores."""
-    return dict(_details)
+    found = {key: _asked_for[key]() if key in _asked_for else {} for key in _details}
+    return {key: _details[key] | more for key, more in found.items()}
 
 
 def _found(folder: Path, name: str) -> Path:
@@ -93,7 +97,7 @@ def _features(rows: Rows) -> dict[str, FloatArray]:
 def _held_out(key: str, rows: Rows, unseen: Rows) -> Score:
     fit = Fit.to(rows)
     guess, deviation, alone = fit.predict(unseen)
-    factor = _factor(rows, deviation)
+    factor = _factor(rows, deviation, fit.unknowns)
     _details[key] = {
         "white_box": Score.of(alone, unseen.seconds).as_dict(),
         "worst": _worst(unseen, guess, alone, factor),
@@ -101,7 +105,7 @@ def _held_out(key: str, rows: Rows, unseen: Rows) -> Score:
     return Score.of(guess, unseen.seconds, guess / factor, guess * factor)
 
 
-def _factor(rows: Rows, deviation: FloatArray) -> FloatArray:
+def _factor(rows: Rows, deviation: FloatArray, near: FloatArray) -> FloatArray:
     """Half-width of the 90% interval as a factor: split conformal over cross-validated misses.
 
     A miss counts in units of the model's own deviation, floored so that no row is promised to the
@@ -113,7 +117,7 @@ def _factor(rows: Rows, deviation: FloatArray) -> FloatArray:
     folds = [order[k::FOLDS] for k in range(FOLDS)]
     scaled, floors = [], []
     for out in folds if len(rows) < _MANY else folds[:1]:
-        guess, own, _ = Fit.to(rows.at(np.setdiff1d(order, out))).predict(rows.at(out))
+        guess, own, _ = Fit.to(rows.at(np.setdiff1d(order, out)), near).predict(rows.at(out))
         floors.append(float(np.median(own)))
         scaled.append(np.abs(np.log(rows.seconds[out] / guess)) / np.hypot(own, floors[-1]))
     misses = np.concatenate(scaled)
@@ -139,7 +143,10 @@ def _by_split(key: str, rows: Rows) -> Score:
         "white_box": Score.of(alone, rows.seconds).as_dict(),
         "worst": _worst(rows, guess, alone, factor),
         "flagged": _flagged(rows, guess, factor),
-        **{f"leave_one_{name}_out": _left_out(rows, of()) for name, of in groups.items()},
+        "without_worst_rows": _without_worst(rows, guess),
+    }
+    _asked_for[key] = lambda: {
+        f"leave_one_{name}_out": _left_out(rows, of()) for name, of in groups.items()
     }
     return score
 
@@ -148,8 +155,9 @@ def _predicted(
     rows: Rows, out: IntArray, *, with_intervals: bool = False
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     rest = rows.at(np.setdiff1d(np.arange(len(rows)), out))
-    guess, deviation, alone = Fit.to(rest).predict(rows.at(out))
-    factor = _factor(rest, deviation) if with_intervals else np.ones(len(out))
+    fit = Fit.to(rest)
+    guess, deviation, alone = fit.predict(rows.at(out))
+    factor = _factor(rest, deviation, fit.unknowns) if with_intervals else np.ones(len(out))
     return guess, factor, alone
 
 
@@ -178,9 +186,16 @@ def _worst(
             "white_box_s": round(float(alone[i]), 3),
             "error_percent": round(float(errors[i]), 1),
             "interval_percent": round(100 * float(factor[i] - 1), 1),
+            "inside_interval": bool(abs(np.log(guess[i] / rows.seconds[i])) <= np.log(factor[i])),
         }
         for i in np.argsort(-errors)[:_WORST]
     ]
+
+
+def _without_worst(rows: Rows, guess: FloatArray) -> list[float]:
+    """MAPE without the worst row, without the worst two, and so on: what single rows cost."""
+    errors = np.sort(100 * np.abs(guess / rows.seconds - 1))
+    return [round(float(errors[:-n].mean()), 2) for n in range(1, 5)]
 
 
 def _flagged(rows: Rows, guess: FloatArray, factor: FloatArray) -> dict[str, float]:

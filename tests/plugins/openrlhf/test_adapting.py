@@ -98,10 +98,10 @@ def test_ppo_changes_engines_actor_and_critic_and_trains_on(assets, tmp_path):
         assets,
         tmp_path,
         {
-            "1": {"actor/generate": [[0, 1]], "critic/train": [[5]]},
-            "2": {"actor/train": [[2]]},
-            "3": {"actor/generate": [[0], [1]], "actor/train": [[2, 3]]},
-            "4": {"critic/train": [[5], [6]], "actor/train": [[2], [3]]},
+            "1": {"actor/generate": [[0, 1]], "critic/train": [[1]]},
+            "2": {"actor/train": [[0]]},
+            "3": {"actor/generate": [[0], [1]], "actor/train": [[0, 1]]},
+            "4": {"critic/train": [[1], [0]], "actor/train": [[0], [1]]},
         },
         algo__advantage__estimator="gae",
         algo__kl__use_loss=False,
@@ -130,7 +130,7 @@ def test_grpo_on_zero3_changes_the_number_of_its_ranks(assets, tmp_path):
     ran, (one, two), _ = adapt(
         assets,
         tmp_path,
-        {"1": {"actor/train": [[1]]}, "2": {"actor/train": [[2], [1]]}},
+        {"1": {"actor/train": [[0]]}, "2": {"actor/train": [[1], [0]]}},
         ds__zero_stage=3,
         algo__kl__init_coef=0,
         algo__kl__use_loss=False,
@@ -150,7 +150,7 @@ def test_an_asynchronous_job_generates_on_its_new_engines(assets, tmp_path):
         assets,
         tmp_path,
         {
-            "1": {"actor/generate": [[0, 1]], "actor/train": [[2]]},
+            "1": {"actor/generate": [[0, 1]], "actor/train": [[0]]},
             "2": {"actor/generate": [[0], [1]]},
         },
         train__async_enable=True,
@@ -173,7 +173,7 @@ def test_what_fails_while_a_job_changes_leaves_the_old_job_and_what_dies_is_name
         assets,
         tmp_path,
         {
-            "1": {"actor/train": [[2]]},
+            "1": {"actor/train": [[1]]},
             "2": {"actor/generate": [[0]]},
             "3": {"actor/generate": [[0]]},
         },

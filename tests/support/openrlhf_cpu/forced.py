@@ -1,9 +1,10 @@
 """Forces transitions on a job under test, and looks behind the adapter before and after each.
 
-`OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of device
-indices of the one node; a unit of several devices is tensor-parallel. What was seen goes to
-`OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step -> names of
-faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between steps.
+`OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of indices in
+the devices that the stage began on; a unit of several devices is tensor-parallel. What was seen
+goes to `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step ->
+names of faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between
+steps.
 """
 
 import hashlib
@@ -190,16 +191,20 @@ FAULTS |= {
 }
 
 
+_began_on = {}
+"""Devices of each stage before the first transition."""
+
+
 def _plan(session, wanted):
-    from nereus_core.cluster import Device
     from nereus_core.layout import Layout
     from nereus_core.plan import Placement, Plan
     from nereus_core.workload import ModelStage
 
     now = dict(session.controller.plan)
-    node = next(iter(session.controller.plan.devices)).node
+    for stage, placement in now.items():
+        _began_on.setdefault(str(stage), sorted(placement.devices))
     for stage, units in wanted.items():
-        placed = tuple(tuple(Device(node, i) for i in unit) for unit in units)
+        placed = tuple(tuple(_began_on[stage][i] for i in unit) for unit in units)
         now[ModelStage.parse(stage)] = Placement(Layout(len(units[0])), placed)
     return Plan(now)
 

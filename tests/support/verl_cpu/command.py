@@ -104,8 +104,10 @@ def overrides(
 def environment(work: Path, **changes: str) -> dict[str, str]:
     """Return the environment in which verl runs on CPU and writes its metrics to a file."""
     paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    # Ray refuses logical GPUs where this names none, as the tox environments do.
+    inherited = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     return {
-        **os.environ,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(p for p in paths if p),
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu.platform,verl_cpu.rollout",
         "VERL_PLATFORM": "cpu",

@@ -20,7 +20,7 @@ from nereus_adapters.rollout.ports import (
     Prompt,
     Span,
 )
-from nereus_adapters.rollout.segment import FOLDER
+from nereus_adapters.rollout.segment import FOLDER, remove
 from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
 from nereus_adapters.rollout.vllm.values import FINISHES, Drawn, Seen
 from nereus_adapters.rollout.weights import GarbledWeights, Manifest
@@ -35,6 +35,16 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+"""What vLLM calls the families of `nereus_core.model`; a config.json need not say it."""
 SEAT_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -57,8 +67,9 @@ class VllmSettings:
     """Per device; None lets vLLM take what it is allowed to."""
     eager: bool = False
     """Whether vLLM compiles nothing: starts faster, decodes slower."""
-    executor: Literal["seats", "mp", "ray"] = "seats"
-    """Who runs the ranks: seats that stay, or vLLM's own workers, started with each engine."""
+    executor: Literal["seats", "uni", "mp", "ray"] = "seats"
+    """Who runs the ranks: seats that stay, or vLLM's own workers, started with each engine (``uni``
+    is one rank in the process of the engine, ``mp`` processes of this host, ``ray`` actors)."""
     extension: str = EXTENSION
     """Worker extension class: this one or a subclass."""
     start_s: float = 180.0
@@ -204,6 +215,10 @@ class VllmEngine:
             self._lost = self._lost or why
             self._version = None
             keys = list(self._in_flight)
+        if any(not seat.alive for seat in self._seats):
+            # The others may wait for it in a collective that never ends: so may whoever asks them.
+            for seat in self._seats:
+                seat.process.kill()
         self._end(keys)
 
     # --- Weights ----------------------------------------------------------------------------------
@@ -268,9 +283,6 @@ class VllmEngine:
         except SeatDead as error:
             raise EngineLost(self.name, doing, str(error)) from error
         except WaitTimeout as error:
-            # A follower that died leaves its leader in a collective that never ends.
-            if self._lost is not None or not self.alive:
-                raise EngineLost(self.name, doing, self._lost or str(error)) from error
             self._broken(str(error))
             raise
         except SeatError as error:
@@ -318,6 +330,7 @@ class VllmFactory:
         self._owns_pool = pool is None
         self.pool = pool or SeatPool(accelerator, env)
         self._ports: dict[str, int] = {}
+        self._shared: dict[str, set[str]] = {}
         self._base_bytes: dict[Device, int] = {}
         self.recycled = 0
         """Seats that were replaced because they had grown."""
@@ -352,6 +365,8 @@ class VllmFactory:
             engine._broken(str(error))
             engine.close()
             raise EngineError(name, "start", str(error)) from error
+        if leased and layout.num_devices > 1:
+            self._shared[name] = {n for names in engine.rpc("nereus_shared") for n in names}
         return engine
 
     def _arguments(
@@ -373,6 +388,7 @@ class VllmFactory:
             "tensor_parallel_size": layout.tp,
             "pipeline_parallel_size": layout.pp,
             "worker_extension_cls": settings.extension,
+            "hf_overrides": {"architectures": [_ARCHITECTURES[self._model.family]]},
             "skip_tokenizer_init": True,
             "async_scheduling": False,
             "disable_log_stats": False,
@@ -400,6 +416,7 @@ class VllmFactory:
                 if seat.alive:
                     seat.kill()
         _sweep(self._ports.pop(engine.name, None))
+        remove(self._shared.pop(engine.name, ()))
         if clean and self._settings.executor == "seats":
             self._recycle(engine.devices)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nereus_adapters.rollout.adapter import RolloutAdapter
 from nereus_adapters.rollout.job import RolloutJob
@@ -18,6 +19,7 @@ from nereus_adapters.rollout.ports import Engine
 from nereus_adapters.rollout.trainer import HfTrainer, assembled
 from nereus_adapters.rollout.vllm import CAPABILITIES, NAME
 from nereus_adapters.rollout.vllm.engine import VllmEngine, VllmFactory, VllmSettings
+from nereus_adapters.rollout.vllm.seats import SeatPool
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import OutOfDeviceMemory
@@ -65,9 +67,9 @@ class CpuFactory(VllmFactory):
         return engine
 
 
-def settings(model: Path) -> VllmSettings:
+def settings(model: Path, **changes: Any) -> VllmSettings:
     """Return how the harness's engines start: small, and at once."""
-    return VllmSettings(
+    small = VllmSettings(
         model,
         max_tokens=64,
         max_running=16,
@@ -75,20 +77,26 @@ def settings(model: Path) -> VllmSettings:
         eager=True,
         extension="nereus_adapters.rollout.vllm.harness_cpu.CpuExtension",
     )
+    return replace(small, **changes)
 
 
 class VllmHarness:
-    """Launches small jobs. Implements `nereus_core.harness.Harness`."""
+    """Launches small jobs. Implements `nereus_core.harness.Harness`.
+
+    Args:
+        pool: seats of somebody else, who closes them.
+    """
 
     tier = Tier.REAL
 
-    def __init__(self) -> None:
+    def __init__(self, pool: SeatPool | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-vllm-harness-")
         self._model = write_model(Path(self._folder.name))
         spec = ModelSpec.from_hf_config(self._model, name="actor")
         self._cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
-        self.factory = CpuFactory(settings(self._model), spec, self._cluster.devices)
-        self.factory.pool.start(self._cluster.devices)
+        devices = self._cluster.devices
+        self.factory = CpuFactory(settings(self._model), spec, devices, pool=pool)
+        self.factory.pool.start(devices)
         self._spec = spec
         self._running: RolloutJob | None = None
         self._loop: Loop | None = None

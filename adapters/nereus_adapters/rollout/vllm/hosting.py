@@ -6,6 +6,7 @@ import gc
 import resource
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from nereus_adapters.rollout.segment import FOLDER, PREFIX
 from nereus_adapters.rollout.vllm.executor import LeasedExecutor
 from nereus_adapters.rollout.vllm.transfer import BACKEND, check_cells
 from nereus_adapters.rollout.vllm.values import Drawn, Seen
@@ -65,7 +67,7 @@ class Hosted:
         self._busy_s = 0.0
         self._version = -1
         self._llm: LLMEngine | None = LLMEngine.from_engine_args(
-            EngineArgs(**args, weight_transfer_config={"backend": BACKEND}),
+            EngineArgs(**{"weight_transfer_config": {"backend": BACKEND}, **args}),
             stat_loggers=[self._metered],
         )
         self._rpc("init_weight_transfer_engine", {"init_info": {}})
@@ -194,6 +196,12 @@ class Extension:
     def nereus_check(self, manifest: Manifest) -> None:
         """Check this rank's cells."""
         check_cells(manifest.ranks[self.rank], manifest.version)
+
+    def nereus_shared(self) -> list[str]:
+        """Return the shared memory that this rank's process has mapped, weights left out."""
+        lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+        paths = {Path(line.split(maxsplit=5)[5]) for line in lines if str(FOLDER) in line}
+        return sorted(p.name for p in paths if p.exists() and not p.name.startswith(PREFIX))
 
     def nereus_peak_bytes(self) -> int:
         """Return the most memory this rank's device has used: on a CPU, of the process."""

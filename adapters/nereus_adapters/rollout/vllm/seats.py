@@ -52,7 +52,7 @@ class Forked:
 
     def kill(self) -> None:
         """End it at once."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        with contextlib.suppress(OSError):  # it has ended by itself
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def ended(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Who does not know the job's secret gets into no group, and nothing it writes is taken for true."""
+"""Who does not know the job's secret gets into no group; what it writes is not taken for true."""
 
 import hashlib
 import multiprocessing

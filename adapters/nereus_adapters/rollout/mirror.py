@@ -1,0 +1,178 @@
+"""Mirror: published weights on other hosts, over torch.distributed (gloo).
+
+Segments of shared memory are of one host. Where engines are on others, one process of each host is
+a *party*: those that published send, the others write what they receive into segments of their own,
+which engines there read as usual, digests and all. A host receives the cells that its engines need,
+each once, however many ranks read it.
+
+Several sources send to several hosts. All parties form one group, whatever the order in which they
+come, and all handle *shipments* in one order, by the names of source and target: the earliest that
+is not done can always proceed, so nobody waits in a circle (as reported in THUDM/slime#2331). Every
+wait has an end, and says for whom.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from nereus_adapters.rollout.segment import Segment
+from nereus_adapters.rollout.weights import Piece, Published
+from nereus_core.errors import WaitTimeout
+from nereus_core.layout import Layout
+
+_BUCKET_BYTES = 16 * 2**20
+"""Largest message. Chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Pieces that one party sends to another."""
+
+    source: str
+    target: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the way."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def shipments(
+    published: Published, at: Mapping[str, str], wanted: Mapping[str, Sequence[Layout]]
+) -> tuple[Shipment, ...]:
+    """Say who sends what to whom, in the order that all parties keep.
+
+    Args:
+        published: the weights.
+        at: segment -> party on whose host it is.
+        wanted: party -> layouts of the engines on its host; what is there already is not sent.
+    """
+    found: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+    for target, layouts in wanted.items():
+        manifests = [published.manifest(layout) for layout in layouts]
+        needed = {piece for m in manifests for rank in m.ranks for piece in rank}
+        for piece in published.pieces:
+            source = at[piece.segment]
+            if piece in needed and source != target:
+                found[source, target].append(piece)
+    return tuple(Shipment(*pair, tuple(pieces)) for pair, pieces in sorted(found.items()))
+
+
+class Party:
+    """One process's place in the group.
+
+    Args:
+        name: of this party.
+        names: of all, in any order.
+        address: host and port of the store; the first party by name serves it.
+        timeout_s: longest wait for the others to come, and for any one message.
+
+    Raises:
+        WaitTimeout: some did not come; names them.
+    """
+
+    def __init__(
+        self, name: str, names: Iterable[str], address: tuple[str, int], *, timeout_s: float = 60.0
+    ) -> None:
+        self.name, self._names, self._timeout_s = name, sorted(set(names)), timeout_s
+        wait = timedelta(seconds=timeout_s)
+        rank, size = self._names.index(name), len(self._names)
+        try:
+            self._store = torch.distributed.TCPStore(
+                *address, None, is_master=rank == 0, timeout=wait, wait_for_workers=False
+            )
+        except (RuntimeError, ValueError) as error:
+            awaited = f"party {self._names[0]} to serve the store at {address[0]}:{address[1]}"
+            raise WaitTimeout(awaited, timeout_s) from error
+        self._store.set(f"here/{name}", "yes")
+        try:
+            self._store.wait([f"here/{other}" for other in self._names], wait)
+        except RuntimeError as error:
+            awaited = f"{self._late()} to join the group of {', '.join(self._names)}"
+            raise WaitTimeout(awaited, timeout_s) from error
+        self._group: Any = torch.distributed.ProcessGroupGloo(self._store, rank, size, wait)
+
+    def _late(self) -> str:
+        try:
+            late = [n for n in self._names if not self._store.check([f"here/{n}"])]
+        except RuntimeError:  # whoever serves the store has waited as long, and gone
+            return "a party that others have given up waiting for"
+        return ", ".join(late)
+
+    def exchange(self, listed: Iterable[Shipment], segment: str) -> tuple[Piece, ...]:
+        """Do this party's shipments; return the pieces it received, in its new segment.
+
+        Args:
+            listed: all shipments, in any order; the same for all parties.
+            segment: name of the segment to be made for what arrives.
+
+        Raises:
+            WaitTimeout: a peer did not send or take its part; names it.
+        """
+        ordered = sorted(listed, key=lambda s: (s.source, s.target))
+        coming = [piece for s in ordered if s.target == self.name for piece in s.pieces]
+        starts = accumulate((_padded(piece.num_bytes) for piece in coming), initial=0)
+        made = [replace(p, segment=segment, offset=o) for p, o in zip(coming, starts, strict=False)]
+        here = Segment.create(segment, sum(_padded(p.num_bytes) for p in coming)) if made else None
+        received = iter(made)
+        for shipment in ordered:
+            if shipment.source == self.name:
+                self._send(shipment)
+            elif shipment.target == self.name:
+                assert here is not None
+                self._receive(shipment, [next(received) for _ in shipment.pieces], here)
+        if here is not None:
+            here.close()
+        return tuple(made)
+
+    def _send(self, shipment: Shipment) -> None:
+        opened: dict[str, Segment] = {}
+        for piece in shipment.pieces:
+            if piece.segment not in opened:
+                opened[piece.segment] = Segment.open(piece.segment)
+            content = torch.frombuffer(
+                opened[piece.segment].view(piece.offset, piece.num_bytes), dtype=torch.uint8
+            )
+            for part in content.split(_BUCKET_BYTES):
+                self._done(self._group.send([part], self._rank(shipment.target), 0), shipment)
+            del content
+        for segment in opened.values():
+            segment.close()
+
+    def _receive(self, shipment: Shipment, pieces: Sequence[Piece], into: Segment) -> None:
+        for piece in pieces:
+            content = torch.from_numpy(
+                np.frombuffer(into.view(piece.offset, piece.num_bytes), np.uint8)
+            )
+            for part in content.split(_BUCKET_BYTES):
+                self._done(self._group.recv([part], self._rank(shipment.source), 0), shipment)
+            del content
+
+    def _done(self, work: Any, shipment: Shipment) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            sends = shipment.source == self.name
+            peer, doing = (shipment.target, "take") if sends else (shipment.source, "send")
+            awaited = f"party {peer} to {doing} weights ({shipment.num_bytes} bytes)"
+            raise WaitTimeout(awaited, self._timeout_s) from error
+
+    def _rank(self, name: str) -> int:
+        return self._names.index(name)
+
+    def close(self) -> None:
+        """Leave the group."""
+        del self._group, self._store
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64

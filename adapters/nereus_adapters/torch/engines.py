@@ -1,0 +1,149 @@
+"""Rollout engines beside the seats of a torch job: its generate stage on vLLM.
+
+The engines' units are those of `actor/generate`; all other units are the fleet's. Training seats
+publish their weights, each the cells that it was assigned; engines read them (see
+`nereus_adapters.rollout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nereus_adapters.rollout.job import RolloutJob
+from nereus_adapters.rollout.ports import Completion, EngineFactory, Prompt, Sampling
+from nereus_adapters.rollout.store import Store, segment_name
+from nereus_adapters.rollout.weights import Piece, Published, assign
+from nereus_adapters.torch.config import BackendSection
+from nereus_adapters.torch.engine import Generated
+from nereus_adapters.torch.fleet import Fleet
+from nereus_core.backend_status import require_backend
+from nereus_core.cluster import Device
+from nereus_core.errors import ConfigError
+from nereus_core.model import ModelSpec
+from nereus_core.state import placed
+from nereus_core.units import UnitMap
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, Workload
+
+if TYPE_CHECKING:
+    from nereus_adapters.torch.job import TorchJob
+
+
+class SeatTrainer:
+    """The torch job as the engines see it. Implements `nereus_adapters.rollout.job.Trainer`."""
+
+    def __init__(self, running: TorchJob, driver: int) -> None:
+        self._running, self._driver = running, driver
+
+    @property
+    def _fleet(self) -> Fleet:
+        return self._running.fleet
+
+    @property
+    def units(self) -> UnitMap:
+        """Units of all other stages."""
+        return self._fleet.units
+
+    @property
+    def failed(self) -> frozenset[Device]:
+        """Devices whose seats are gone."""
+        return self._running.failed
+
+    @property
+    def version(self) -> int:
+        """Of the weights of training."""
+        return int(self._fleet.counters(self.units.of(ACTOR_TRAIN)[0])["weight_version"])
+
+    def publish(self, store: Store) -> None:
+        """Let each training seat write its cells; they are the model, each part once."""
+        job, version = self._running.job, self.version
+        model = job.model(ACTOR_TRAIN)
+        units = self.units.of(ACTOR_TRAIN)
+        holder = {device: unit.id for unit in units for device in unit.devices}
+        held = [part for unit in units for part in placed(model, unit.layout, unit.devices)]
+        cells = assign(model, held, len(job.cluster.devices))
+        calls = {}
+        for device, mine in cells.items():
+            name = segment_name(self._driver, version)
+            calls[device] = ("publish", {"unit": holder[device], "name": name, "cells": mine})
+        fleet = self._fleet
+        pieces: list[Piece] = []
+        for answer in fleet.settle(fleet.pool.send(calls), fleet.timeout_s):
+            pieces += answer.value
+        store.add(Published(version, model, job.precision.compute, tuple(pieces)))
+
+    def fail(self, device: Device) -> None:
+        """Take no note: the pool has."""
+
+    def take_peaks(self) -> Mapping[Device, int]:
+        """Report none: the job reports its own."""
+        return {}
+
+
+def factory(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) -> EngineFactory:
+    """Return what makes the engines of a job.
+
+    Raises:
+        ConfigError: the configuration asks for what the engines cannot do.
+        BackendMissing: vLLM is not installed.
+    """
+    from nereus_adapters.rollout.vllm import nereus_declare_adapter
+
+    if backend.pool != "local":
+        raise ConfigError("backend.rollout", "'vllm' needs pool = 'local': one host")
+    if backend.reattach:
+        raise ConfigError("backend.reattach", "engines end with their driver: not with 'vllm'")
+    if job.precision.compute == "float64":
+        raise ConfigError("job.precision", "vLLM computes in float32 or bfloat16")
+    require_backend(nereus_declare_adapter())
+    from nereus_adapters.rollout.vllm.engine import VllmFactory, VllmSettings
+
+    section = backend.vllm
+    settings = VllmSettings(
+        folder,
+        dtype=job.precision.compute,
+        max_tokens=job.max_prompt_tokens + job.max_response_tokens,
+        max_running=section.max_running,
+        kv_cache_bytes=section.kv_cache_bytes,
+        eager=section.eager,
+        executor=section.executor,
+    )
+    return VllmFactory(
+        settings,
+        spec,
+        job.cluster.devices,
+        accelerator=backend.device,
+        recycle_bytes=section.recycle_bytes,
+    )
+
+
+def without_generation(workload: Workload) -> Workload:
+    """Return what is left of an algorithm for the seats, for whom generation is another's."""
+    nodes = tuple(n for n in workload.nodes if n.model_stage != ACTOR_GENERATE)
+    return replace(workload, nodes=nodes)
+
+
+def generated(
+    engines: RolloutJob,
+    prompts: list[tuple[int, ...]],
+    seeds: list[int],
+    *,
+    max_tokens: int,
+    temperature: float,
+    eos_id: int | None,
+    name: str,
+) -> Generated:
+    """Respond to prompts on the engines, in order."""
+    stop = () if eos_id is None else (eos_id,)
+    asked = [
+        Prompt(
+            f"{name}/{index}",
+            tokens,
+            Sampling(max_tokens, temperature, stop_ids=stop, seed=seed),
+        )
+        for index, (tokens, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    found: list[Completion] = engines.fleet.generate(asked)
+    return Generated([list(c.tokens) for c in found], [list(c.logprobs) for c in found])

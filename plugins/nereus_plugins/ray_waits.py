@@ -1,0 +1,40 @@
+"""ray_waits: an end to the waits of a framework that asks Ray without a timeout.
+
+``ray.get`` in a worker process does not hear the alarm of `deadline`: it has to be given a timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nereus_core.errors import WaitTimeout
+
+
+@contextmanager
+def ray_waits(awaited: str, timeout_s: float) -> Iterator[None]:
+    """Let ``ray.get`` raise WaitTimeout, naming what was awaited, in a block that takes too long.
+
+    Of the whole process while the block runs: a thread that waits without a timeout gets this one.
+    """
+    import ray
+
+    end_s, once = time.monotonic() + timeout_s, ray.get
+
+    def get(refs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        left_s = max(0.0, end_s - time.monotonic())
+        allowed_s = left_s if timeout is None else min(timeout, left_s)
+        try:
+            return once(refs, *args, timeout=allowed_s, **kwargs)
+        except ray.exceptions.GetTimeoutError as error:
+            if time.monotonic() < end_s:  # the caller's own timeout
+                raise
+            raise WaitTimeout(awaited, timeout_s) from error
+
+    ray.get = get
+    try:
+        yield
+    finally:
+        ray.get = once

@@ -1,0 +1,107 @@
+"""Units, boxes and digests: what can be said without a job."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
+from nereus_adapters.verl.moving import shard_boxes
+from nereus_adapters.verl.reading import device_spec
+from nereus_adapters.verl.relinking import assembly
+from nereus_adapters.verl.shards import digest
+from nereus_adapters.verl.standing import Ranks, train_units
+from nereus_core.cluster import Device
+from nereus_core.device_specs import CPU_SEAT, H100_SXM
+from nereus_core.errors import ConfigError, PlanError
+from nereus_core.layout import Layout
+from nereus_core.state import Box
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import ACTOR_TRAIN, REF_INFER
+
+pytestmark = pytest.mark.real
+
+DEVICES = tuple(Device("node0", i) for i in range(8))
+
+
+def facts(*engines: EngineFacts, name: str = "cpu", memory: int | None = None) -> WorkerFacts:
+    return WorkerFacts("node0", 0, name, memory, engines)
+
+
+def engine(role: str, tp: int, pp: int = 1) -> EngineFacts:
+    return EngineFacts(role, Layout(tp, pp), {}, "float32")
+
+
+def test_shard_groups_are_consecutive_ranks_of_every_role():
+    own = facts(engine("ref", 4), engine("actor", 2))
+    ranks = Ranks(DEVICES[:4], (None,) * 4, (own,) * 4)
+    assert [(str(u.id), u.devices) for u in train_units(ranks)] == [
+        ("actor/train#0", DEVICES[:2]),
+        ("actor/train#1", DEVICES[2:4]),
+        ("ref/infer#0", DEVICES[:4]),
+    ]
+
+
+def test_megatron_ranks_run_over_tp_then_units_then_stages():
+    ranks = Ranks(DEVICES, (None,) * 8, (facts(engine("actor", 2, 2)),) * 8)
+    places = [[d.index for d in unit.devices] for unit in train_units(ranks)]
+    assert places == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 17), ranks=st.integers(1, 8))
+def test_boxes_are_cut_as_torch_cuts(rows, ranks):
+    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
+    boxes = [found["w"] for found in shard_boxes({"w": (rows, 3)}, unit)]
+    chunks = torch.arange(rows * 3).reshape(rows, 3).chunk(ranks)
+    assert [box.shape[0] for box in boxes if box.num_elements] == [len(c) for c in chunks]
+    assert [box.offset[0] for box in boxes[: len(chunks)]] == [int(c[0, 0]) // 3 for c in chunks]
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_digests_of_parts_add_up_whatever_the_cut(data):
+    shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    kind = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    seed = data.draw(st.integers(0, 99))
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(kind)
+    expected = digest(whole, Box((0, 0), shape), shape)
+    row, column = (data.draw(st.integers(0, n)) for n in shape)
+    total = 0
+    for top, height in ((0, row), (row, shape[0] - row)):
+        for left, width in ((0, column), (column, shape[1] - column)):
+            part = whole[top : top + height, left : left + width]
+            total += int(digest(part, Box((top, left), (height, width)), shape), 16)
+    assert f"{total % 2**64:016x}" == expected
+    changed = whole.clone()
+    changed[0, 0] += 1
+    assert digest(changed, Box((0, 0), shape), shape) != expected
+    if shape[0] > 1 and not torch.equal(whole[0], whole[1]):
+        swapped = whole.clone()
+        swapped[[0, 1]] = whole[[1, 0]]
+        assert digest(swapped, Box((0, 0), shape), shape) != expected
+
+
+def test_all_roles_need_the_same_ranks():
+    actor = Unit(UnitId(ACTOR_TRAIN, 0), Layout(4, 1), DEVICES[:4])
+    ref = Unit(UnitId(REF_INFER, 0), Layout(2, 1), DEVICES[:2])
+    with pytest.raises(PlanError, match="must hold the same devices"):
+        assembly(UnitMap([actor, ref]), DEVICES)
+    both = UnitMap([actor, ref, Unit(UnitId(REF_INFER, 1), Layout(2, 1), DEVICES[2:4])])
+    seats = assembly(both, DEVICES)
+    assert list(seats) == list(DEVICES[:4])
+    assert [(s.role, s.shard_size, s.unit) for s in seats[DEVICES[3]]] == [
+        ("ref", 2, "ref/infer#1"),
+        ("actor", 4, "actor/train#0"),
+    ]
+
+
+def test_a_device_is_known_by_its_name_or_by_the_key():
+    h100 = facts(name="NVIDIA H100 80GB HBM3", memory=80 * 2**30)
+    assert device_spec(h100, None) is H100_SXM
+    assert device_spec(facts(), None) is CPU_SEAT
+    assert device_spec(facts(name="NVIDIA L4", memory=24 * 2**30), "h100-sxm") is H100_SXM
+    with pytest.raises(ConfigError, match=r"backend\.device_spec.*NVIDIA L4"):
+        device_spec(facts(name="NVIDIA L4", memory=24 * 2**30), None)
+    with pytest.raises(ConfigError, match="h100"):
+        device_spec(facts(), "h100")

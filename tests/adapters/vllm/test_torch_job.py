@@ -1,0 +1,155 @@
+"""The torch backend with vLLM rollouts: a job that trains on seats and generates on engines."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+from vllm_cases import ONE, TP2, prompts
+
+from nereus_adapters.torch.adapter import TorchAdapter
+from nereus_adapters.torch.launch import TorchLaunched
+from nereus_core.cli import app
+from nereus_core.config import NereusConfig
+from nereus_core.errors import ConfigError
+from nereus_core.plan import Plan
+from nereus_core.primitives import Merge, Split
+from nereus_core.state import Slot
+from nereus_core.units import Unit, UnitId
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN
+
+pytestmark = pytest.mark.real
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_rollout" / "nereus.toml"
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+
+
+def config(tmp_path, **backend):
+    return NereusConfig.of(
+        {
+            "run_dir": tmp_path,
+            "job": {
+                "model": MODEL,
+                "prompts_per_step": 4,
+                "responses_per_prompt": 2,
+                "max_prompt_tokens": 16,
+                "max_response_tokens": 24,
+                "learning_rate": 1e-3,
+                "steps": 3,
+                "plan": {"actor/generate": "tp1pp1dp2", "actor/train": "tp2pp1dp1"},
+            },
+            "backend": {
+                "seats": 2,
+                "rollout": "vllm",
+                "vllm": {"eager": True, "kv_cache_bytes": 8 * 2**20, "max_running": 16},
+                **backend,
+            },
+        }
+    )
+
+
+def greedy(running, folder, tokens):
+    """Return Hugging Face's tokens for the weights that training has, put together here."""
+    fleet = running.fleet
+    unit = running.units.of(ACTOR_TRAIN)[0]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().eval()
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for answer in fleet.settle(fleet.send({unit.id: {}}, "peek"), 60):
+            for key, (offset, values) in answer.value.items():
+                slot, _, name = key.partition("/")
+                if slot == Slot.PARAM:
+                    spans = zip(offset, values.shape, strict=True)
+                    place = tuple(slice(o, o + n) for o, n in spans)
+                    named[name][place] = torch.from_numpy(values)
+        found = model.generate(
+            torch.tensor([tokens]),
+            do_sample=False,
+            max_new_tokens=16,
+            min_new_tokens=16,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return tuple(found[0, len(tokens) :].tolist())
+
+
+def test_training_and_engines_hold_the_same_weights_through_transitions(tmp_path):
+    launched = TorchLaunched.of(config(tmp_path))
+    running = launched.handle
+    folder = next((tmp_path / "models").iterdir())
+    adapter = TorchAdapter(running)
+    asked, numbers = prompts(3, 16), itertools.count()
+
+    def require_right_tokens():
+        found = running.engines.fleet.generate(asked)
+        assert [c.tokens for c in found] == [greedy(running, folder, p.tokens) for p in asked]
+
+    try:
+        require_right_tokens()
+        for layout, kind in ((TP2, Merge), (ONE, Split)):
+            metrics = launched.step()
+            assert metrics["actor/grad_norm"] > 0
+            require_right_tokens()
+            own = adapter.units().of(ACTOR_GENERATE)
+            a, b = running.job.cluster.devices
+
+            def unit(*devices, layout=layout):
+                return Unit(UnitId(ACTOR_GENERATE, 10 + next(numbers)), layout, devices)
+
+            op = (
+                Merge(f"op{layout}", tuple(u.id for u in own), unit(a, b))
+                if kind is Merge
+                else Split(f"op{layout}", own[0].id, (unit(a), unit(b)))
+            )
+            with adapter.boundary([ACTOR_GENERATE], timeout_s=60):
+                getattr(adapter, kind.__name__.lower())(op)
+                adapter.relink(Plan.of_units(adapter.units()))
+            require_right_tokens()
+        metrics = launched.step()
+        assert set(running.served) == {u.id for u in adapter.units().of(ACTOR_GENERATE)}
+        assert set(running.served.values()) == {2}
+        # The policy that drew is the one that is trained: importance ratios begin at one.
+        assert metrics["actor/clip_fraction"] == 0
+        assert launched.finished
+    finally:
+        launched.close()
+
+
+def test_the_example_adapts_while_it_runs(tmp_path):
+    """A seat dies with an engine of two ranks; generation goes on, and the run ends well."""
+    ran = CliRunner().invoke(app, ["run", str(EXAMPLE), "--run-dir", str(tmp_path / "run")])
+    assert ran.exit_code == 0, ran.output
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    lost = [e for e in events if e["event"] == "DevicesChanged"]
+    assert any("actor/generate" in json.dumps(e) for e in lost), lost
+    ended = [e for e in events if e["event"] == "TransitionFinished"]
+    assert ended
+    assert {e["outcome"] for e in ended} == {"done"}
+    assert events[-1]["event"] == "RunFinished"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pool": "ray"}, r"backend\.rollout: 'vllm' needs pool = 'local'"),
+        ({"reattach": True}, r"backend\.reattach: engines end with their driver"),
+        ({"rollout": "vlm"}, r"backend\.rollout"),
+    ],
+)
+def test_what_engines_cannot_do_is_refused_with_its_key(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        TorchLaunched.of(config(tmp_path, **changes))
