@@ -131,15 +131,16 @@ def transact(
         epoch = journal.epoch if undoes else journal.switching(plan)
         try:
             adapter.relink(plan)
+            journal.end("rolled back" if undoes else "done")
         except TransitionFailed as failure:
-            if not failure.rolled_back or undoes:
+            if undoes:
                 raise
-            # The adapter has taken its switch back: the job steps on what it stepped on before.
-            progress.failed, progress.cause = failure.failed, failure.cause
-            cause, rolled_back, epoch = failure.cause, True, None
-            units = adapter.units()
+            # An adapter whose switch is a transaction of its own says how that ended: the job
+            # steps on what it stepped on before, or cannot step.
+            progress.failed, cause, epoch = failure.failed, failure.cause, None
+            rolled_back, units = failure.rolled_back, adapter.units()
             plan = Plan.of_units(units)
-        journal.end("rolled back" if undoes or rolled_back else "done")
+            journal.end("rolled back" if rolled_back else "failed")
     elif not undoes:
         journal.end("rolled back" if rolled_back else "failed")
     elapsed_s = conditions.clock() - start_s
