@@ -132,11 +132,7 @@ def config(*, micro=8, dynamic=False, critic_mini=8, **more):
     [
         (config(), False, 4),  # 8 prompts x 4 responses, 8 at a time: at most 4 ranks
         (config(micro=16), False, 2),
-        (
-            config(dynamic=True),
-            False,
-            16,
-        ),  # the reference has a fixed micro-batch of 2 all the same
+        (config(dynamic=True), False, 32),  # the reference's micro-batches are fixed all the same
         (config(critic_mini=6), True, 4),
         (config(ulysses_sequence_parallel_size=2), False, 8),
     ],
