@@ -130,7 +130,7 @@ def without_generation(workload: Workload) -> Workload:
     return replace(workload, nodes=nodes)
 
 
-def digests(published: Published) -> dict[str, str]:
+def published_digests(published: Published) -> dict[str, str]:
     """Digest published weights as a training unit's seats digest theirs: parts add up."""
     dtype: torch.dtype = getattr(torch, published.dtype)
     opened: dict[str, Segment] = {}
