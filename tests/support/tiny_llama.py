@@ -68,6 +68,19 @@ class TinyLlama:
             )
         return tuple(found[0, len(tokens) :].tolist())
 
+    def drew(self, tokens, response, tolerance=1e-3):
+        """Whether each token is the likeliest after those before it, as Hugging Face computes.
+
+        For long responses: somewhere two tokens are as likely as float32 can tell, and an engine
+        that computed keys in another order takes the other one. After a token that was lost or
+        repeated, the next ones are not the likeliest.
+        """
+        with torch.no_grad():
+            logits = self.model(torch.tensor([[*tokens, *response]])).logits[0]
+        logits = logits[len(tokens) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(response)[:, None])[:, 0]
+        return bool((logits.max(1).values - chosen < tolerance).all())
+
     def publish(self, layout=Layout(1, 1), max_devices=4):  # noqa: B008  (a value)
         """Publish all weights from a unit of a layout; returns them as `Published`."""
         shards = unit_shards(self.spec, layout)

@@ -7,13 +7,11 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -25,14 +23,12 @@ from typing import Any
 import nereus_adapters
 import nereus_core
 from nereus_adapters.rollout.ports import EngineError
-from nereus_adapters.rollout.segment import FOLDER as SHARED_MEMORY
+from nereus_adapters.rollout.sglang.leftovers import end_group
 from nereus_adapters.rollout.sglang.stem import MAX_MESSAGE_BYTES
 from nereus_core.errors import WaitTimeout
 
 _CLOSE_S = 10.0
 """A killed process is gone in far less; chosen, not measured."""
-_LOOK_S = 0.005
-"""How often to look whether a killed process is gone; chosen, not measured."""
 _NOT_WORDS = re.compile(r"[^A-Za-z0-9]+")
 """What the name of a folder has none of."""
 _LOG_CHARS = 4000
@@ -136,23 +132,11 @@ class StemPool:
         Raises:
             WaitTimeout: it is still there; names it.
         """
-        members = {*ranks, *_members(leased.pid)}
-        deadline_s = time.monotonic() + _CLOSE_S
-        while _signalled(leased.pid):
-            if time.monotonic() > deadline_s:
-                awaited = f"processes of engine {leased.name} (group {leased.pid}) to end"
-                raise WaitTimeout(awaited, _CLOSE_S)
-            time.sleep(_LOOK_S)
+        end_group(leased.pid, leased.folder, ranks)
         with self._lock:
             self._leased.pop(leased.pid, None)
         with contextlib.suppress(OSError):
             leased.connection.close()
-        shutil.rmtree(leased.folder, ignore_errors=True)
-        # What SGLang leaves in shared memory when it is killed, as it kills itself: by instance
-        # and by process id. Source: sglang 0.5.23 srt/utils/stale_shm_cleanup.py.
-        names = [f"sglang_loads_{leased.folder.name}_*", *(f"sgl_shm_*_{p}_*" for p in members)]
-        for left in (path for name in names for path in SHARED_MEMORY.glob(name)):
-            left.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End all engine processes and the stem. Safe to call twice."""
@@ -226,26 +210,6 @@ class StemPool:
             return (self._folder / "log").read_text(errors="replace")[-_LOG_CHARS:]
         except OSError:
             return "its log is gone"
-
-
-def _members(group: int) -> list[int]:
-    """Processes of a process group."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                if os.getpgid(int(entry.name)) == group:
-                    found.append(int(entry.name))
-    return found
-
-
-def _signalled(group: int) -> bool:
-    """Kill what is left of a process group; False when nothing is."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _paths() -> list[str]:

@@ -18,7 +18,11 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+from nereus_adapters.rollout.sglang.leftovers import end_group, members, signalled
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Far above the JSON of any engine's settings; chosen, not measured."""
@@ -40,12 +44,13 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     control.send(b'{"ready": true}')
-    engines: set[int] = set()
+    engines: dict[int, Path] = {}
     while True:
         found: list[int] = select.select([control.fileno(), woken], [], [])[0]
         if woken in found:
             os.read(woken, 4096)
-            engines -= _reaped()
+            for pid in _reaped(os.WNOHANG):
+                engines.pop(pid, None)
         if control.fileno() not in found:
             continue
         message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
@@ -61,20 +66,21 @@ def main(descriptor: int) -> None:
             os.close(wake)
             _be_engine(descriptors[0], lease)
         os.close(descriptors[0])
-        engines.add(pid)
+        engines[pid] = Path(lease["environment"]["TMPDIR"])
         control.send(json.dumps({"started": lease["name"], "pid": pid}).encode())
+    ranks = {pid: members(pid) for pid in engines}
     for pid in engines:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        signalled(pid)
+    list(_reaped(0))
+    for pid, folder in engines.items():
+        end_group(pid, folder, ranks[pid])
 
 
-def _reaped() -> set[int]:
-    """Process ids of children that have ended, which were waiting to be looked at."""
-    found = set()
+def _reaped(options: int) -> Iterator[int]:
+    """Process ids of children that have ended; with 0, of all, as they end."""
     with contextlib.suppress(ChildProcessError):
-        while pid := os.waitpid(-1, os.WNOHANG)[0]:
-            found.add(pid)
-    return found
+        while pid := os.waitpid(-1, options)[0]:
+            yield pid
 
 
 def _prctl(option: int, value: int) -> None:
