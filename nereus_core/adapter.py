@@ -140,7 +140,9 @@ class Adapter(Protocol):
         """Rebuild data-parallel groups, batch partition and rollout routing for the new units.
 
         This is the transition's epoch switch: what the job steps on changes here, all at once. A
-        second call with the same plan changes nothing.
+        second call with the same plan changes nothing. An adapter whose switch can fail half-way,
+        and that can take it back, raises TransitionFailed with ``rolled_back``: units() is then
+        what it was before the transition, and the job steps on it.
         """
         ...
 

@@ -64,8 +64,9 @@ def decide(
     watched = known.watch and known.watch.bounds(cost, lengths, constraints, now.plan)
     if watched and not now.urgent and watched.within(policy.delta):
         why = (
-            f"the current plan is within {policy.delta:.0%} of the best possible, by bounds alone: "
-            f"a step takes {watched.most_s:.4g} s at most, and {watched.least_s:.4g} s under any"
+            f"the current plan is within {100 * policy.delta:.3g}% of the best possible, by bounds "
+            f"alone: a step takes at most {watched.most_s:.4g} s, under any plan at least "
+            f"{watched.least_s:.4g} s"
         )
         same = _unchanged(wake, now, known, None, policy, why, begin_s)
         return Decided(same, None, cost, known.watch)
@@ -81,7 +82,7 @@ def decide(
         return stay(f"the policy {rule.name!r} changes no plan that can go on")
     narrow = kept(constraints, now.plan) if rule.layouts == "kept" else constraints
     if current and still_good(cost, lengths, narrow, now.plan, policy.delta):
-        why = f"the current plan is within {policy.delta:.0%} of the best possible"
+        why = f"the current plan is within {100 * policy.delta:.3g}% of the best possible"
         return stay(why, good=narrow is constraints)
     try:
         planned = _best(cost, lengths, narrow, constraints, now)
@@ -94,10 +95,8 @@ def decide(
     missing = constraints.missing_units(now.plan)
     if current and constraints.missing_units(target) < missing:
         # What the configuration demands is not weighed against seconds.
-        current, problem = (
-            None,
-            f"{missing} of the units that constraints.min_dp asks for are missing",
-        )
+        current = None
+        problem = f"{missing} of the units that constraints.min_dp asks for are missing"
     graph = compiled(target)
     decision = admit(
         step=known.step,

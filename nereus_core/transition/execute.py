@@ -129,8 +129,18 @@ def transact(
     plan = Plan.of_units(units)
     if cause is None:
         epoch = journal.epoch if undoes else journal.switching(plan)
-        adapter.relink(plan)
-        journal.end("rolled back" if undoes else "done")
+        try:
+            adapter.relink(plan)
+            journal.end("rolled back" if undoes else "done")
+        except TransitionFailed as failure:
+            if undoes:
+                raise
+            # An adapter whose switch is a transaction of its own says how that ended: the job
+            # steps on what it stepped on before, or cannot step.
+            progress.failed, cause, epoch = failure.failed, failure.cause, None
+            rolled_back, units = failure.rolled_back, adapter.units()
+            plan = Plan.of_units(units)
+            journal.end("rolled back" if rolled_back else "failed")
     elif not undoes:
         journal.end("rolled back" if rolled_back else "failed")
     elapsed_s = conditions.clock() - start_s

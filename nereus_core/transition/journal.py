@@ -204,6 +204,9 @@ class Journal:
                 self._epoch = record["epoch"]
                 self._pending = replace(now, switched_to=Plan.from_json(record["plan"]))
             case "ended":
+                back = record["outcome"] == "rolled back" and now is not None and not now.undoes
+                if back and now is not None and now.switched_to is not None:
+                    self._epoch -= 1  # the adapter took its switch back
                 self._pending = None
 
 

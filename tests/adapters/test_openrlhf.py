@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus_adapters.openrlhf import CAPABILITIES, facts
@@ -39,6 +39,7 @@ def held(whole, extent):
 degrees = st.sampled_from([1, 2, 4])
 
 
+@settings(deadline=None)  # of a machine that may be busy
 @given(
     shape=st.lists(st.sampled_from([4, 8, 12]), min_size=1, max_size=3),
     dims=st.tuples(st.booleans(), st.integers(0, 2)),
@@ -59,6 +60,7 @@ def test_every_element_finds_its_new_place(shape, dims, before, after, pad):
         assert np.array_equal(found, held(whole, target))
 
 
+@settings(deadline=None)
 @given(tp=degrees, dp=st.integers(1, 6), dim=st.sampled_from([None, 0, 1]))
 def test_replicas_apart_no_byte_is_sent_twice(tp, dp, dim):
     shape = (8, 12)

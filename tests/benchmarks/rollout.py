@@ -36,9 +36,10 @@ def measured(*, quick: bool) -> dict[str, Any]:
 
     from nereus_adapters.rollout.segment import remove
     from nereus_adapters.rollout.store import publish_here
-    from nereus_adapters.rollout.vllm.engine import CPU_ENV, SEAT_ENV, VllmFactory
+    from nereus_adapters.rollout.vllm.factory import VllmFactory
     from nereus_adapters.rollout.vllm.harness import TINY, settings, write_model
     from nereus_adapters.rollout.vllm.seats import SeatPool
+    from nereus_adapters.rollout.vllm.settings import CPU_ENV, SEAT_ENV
     from nereus_core.cluster import Device
     from nereus_core.layout import Layout
     from nereus_core.model import ModelSpec

@@ -440,6 +440,28 @@ def test_a_batch_that_would_not_fit_changes_nothing_in_a_mode_that_may_not():
         assert watched.controller.plan == plan
 
 
+def test_a_switch_that_the_adapter_takes_back_leaves_the_old_plan_and_is_no_epoch():
+    job = big_job()
+    watched = Watched(job, packed(job, generate=(8, 1), train=(2, 4), ref=(8, 1)))
+    adapter = watched.job.adapter
+    before, units, relink = watched.controller.plan, adapter.units(), adapter.relink
+
+    def taken_back(plan):
+        adapter.relink = relink
+        adapter._units = units
+        raise TransitionFailed("the switch", RuntimeError("nobody met"), rolled_back=True)
+
+    adapter.relink = taken_back
+    watched.run(*[1500] * 2)
+    first, *_ = watched.of(TransitionFinished)
+    assert (first.outcome, first.epoch) == ("rolled_back", None)
+    assert "nobody met" in first.error
+    assert Plan.from_json(first.plan) == before
+    watched.run(*[1500] * 8)
+    done = [e for e in watched.of(TransitionFinished) if e.outcome == "done"]
+    assert watched.controller.epoch == len(done)
+
+
 def busy_boundary(watched):
     def boundary(stages, *, timeout_s):
         raise BoundaryTimeout(ACTOR_TRAIN, timeout_s)

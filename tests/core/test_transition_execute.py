@@ -269,6 +269,25 @@ def test_counters_are_state_too():
         trial.go(verify=True)
 
 
+@pytest.mark.parametrize("rolled_back", [True, False])
+def test_a_switch_that_fails_is_recorded_with_how_it_ended(rolled_back):
+    trial, lost = Trial(), WaitTimeout("a broadcast", 1.0)
+
+    def relink(plan):
+        raise TransitionFailed("linking", lost, rolled_back=rolled_back)
+
+    trial.adapter.relink = relink
+    with pytest.raises(
+        TransitionFailed, match="linking failed: waited 1 s for a broadcast"
+    ) as seen:
+        trial.go()
+    assert seen.value.rolled_back == rolled_back
+    (finished,) = trial.of(TransitionFinished)
+    assert finished.outcome == ("rolled_back" if rolled_back else "failed")
+    assert finished.error == "linking: waited 1 s for a broadcast."
+    assert finished.epoch is None
+
+
 def test_the_makespan_is_the_longest_path():
     cost = CostModel(JOB)
     graph = Trial().graph

@@ -76,10 +76,18 @@ def _forget_groups() -> None:
 
 
 def _forget_zero3() -> None:
-    """Let transformers load models without the ZeRO-3 configuration of the engine that was."""
+    """Let models be loaded as in a new process.
+
+    transformers keeps the ZeRO-3 configuration of the engine that was. DeepSpeed numbers parameters
+    on through the life of a process, and ranks of a group must agree on the numbers: those that
+    stayed have built more models than those that waited.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
+    Init.param_id = Init.num_persisted_parameters = Init.num_persisted_elements = 0
+    Init.num_module_parameters = Init.num_module_elements = 0
 
 
 def join(actor: Any, post: Post, strategy: Any, *init: Any) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from nereus_adapters.rollout.fleet import together
-from nereus_adapters.rollout.job import RolloutJob, raise_first
+from nereus_adapters.rollout.fleet import raise_first, together
+from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Engine
 from nereus_adapters.rollout.segment import Segment
 from nereus_adapters.rollout.weights import Published

@@ -61,6 +61,7 @@ class Fleet:
     def __init__(self, *, wait_s: float = 600.0) -> None:
         self._wait_s = wait_s
         self._lock = threading.RLock()
+        self._ended_one = threading.Condition(self._lock)
         self._replicas: dict[UnitId, _Replica] = {}
         self._waiting: list[_Request] = []
         self.version: int | None = None
@@ -112,8 +113,8 @@ class Fleet:
         with self._lock:
             replica = self._replicas[unit]
             replica.routed = False
-        if drain_s > 0:
-            self._until(lambda: replica.load == 0, drain_s)
+            if drain_s > 0:
+                self._ended_one.wait_for(lambda: replica.load == 0, drain_s)
         self._interrupt(replica.engine)
         with self._lock:
             del self._replicas[unit]
@@ -206,6 +207,7 @@ class Fleet:
         error = done.exception()
         with self._lock:
             replica.load -= cost
+            self._ended_one.notify_all()
         if error is not None:
             request.future.set_exception(error)
             return
@@ -245,14 +247,6 @@ class Fleet:
         except EngineLost:
             return  # its responses have ended with it
 
-    def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
-
     def _names(self) -> str:
         with self._lock:
             routed = [r.engine.name for r in self._replicas.values() if r.routed]
@@ -265,3 +259,10 @@ def together(calls: Sequence[Callable[[], object]]) -> list[BaseException | None
         return []
     with ThreadPoolExecutor(len(calls), thread_name_prefix="nereus engines") as threads:
         return [future.exception() for future in [threads.submit(call) for call in calls]]
+
+
+def raise_first(errors: Iterable[BaseException | None]) -> None:
+    """Raise the first error there is."""
+    for error in errors:
+        if error is not None:
+            raise error

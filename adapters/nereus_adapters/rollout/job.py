@@ -7,14 +7,13 @@ The job knows units, versions and devices, and no primitive.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import xxhash
 
-from nereus_adapters.rollout.fleet import Fleet, together
+from nereus_adapters.rollout.figures import StepFigures, figures_of
+from nereus_adapters.rollout.fleet import Fleet, raise_first, together
 from nereus_adapters.rollout.ports import (
     Completion,
     Engine,
@@ -24,6 +23,7 @@ from nereus_adapters.rollout.ports import (
     EngineSignals,
     Prompt,
 )
+from nereus_adapters.rollout.source import Trainer
 from nereus_adapters.rollout.store import Store
 from nereus_adapters.rollout.weights import GarbledWeights
 from nereus_core.cluster import Device
@@ -33,47 +33,7 @@ from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.plan import Plan, check_plan
 from nereus_core.state import Slot
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ACTOR_GENERATE, Job, ModelStage
-
-
-class Trainer(Protocol):
-    """What the generate stage needs of the rest of the job."""
-
-    @property
-    def units(self) -> UnitMap:
-        """Units of all stages but generate, those on failed devices left out."""
-        ...
-
-    @property
-    def failed(self) -> frozenset[Device]:
-        """Devices that it knows to be gone."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Of the newest weights: updates of the actor so far."""
-        ...
-
-    def publish(self, store: Store) -> None:
-        """Put the newest weights into the store, under `version`."""
-        ...
-
-    def fail(self, device: Device) -> None:
-        """Forget what lay on a device."""
-        ...
-
-    def take_peaks(self) -> Mapping[Device, int]:
-        """Return the most bytes of state per device since the last call."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """What whoever steps the job says of one step."""
-
-    step_s: float
-    stage_s: Mapping[ModelStage, float]
-    metrics: Mapping[str, float] = field(default_factory=dict)
+from nereus_core.workload import ACTOR_GENERATE, Job
 
 
 class RolloutJob:
@@ -406,12 +366,12 @@ class RolloutJob:
             if (
                 known is None
                 or unit in self._rebuilds
-                or not self._failed.isdisjoint(known.devices)
+                or not self.failed.isdisjoint(known.devices)
+                or (failed := self.fleet.engine(unit)).alive
             ):
                 return
             done: Future[None] = Future()
             self._rebuilds[unit] = done
-        failed = self.fleet.engine(unit)
 
         def run() -> None:
             try:
@@ -451,26 +411,3 @@ class RolloutJob:
     def close(self) -> None:
         """End all engines."""
         raise_first(together([engine.close for engine in self.release()]))
-
-
-def raise_first(errors: Iterable[BaseException | None]) -> None:
-    """Raise the first error there is."""
-    for error in errors:
-        if error is not None:
-            raise error
-
-
-def figures_of(signals: Mapping[UnitId, EngineSignals]) -> dict[str, float]:
-    """Write engines' signals as metrics of a job, ``unit/signal``."""
-    found: dict[str, float] = {}
-    for unit, seen in signals.items():
-        found |= {
-            f"{unit}/kv_cache_use": seen.kv_cache_use,
-            f"{unit}/preemptions": float(seen.preemptions),
-            f"{unit}/running": float(seen.running),
-            f"{unit}/waiting": float(seen.waiting),
-            f"{unit}/tokens_per_s": seen.tokens_per_s,
-        }
-        if seen.first_token_s is not None:
-            found[f"{unit}/first_token_s"] = seen.first_token_s
-    return found

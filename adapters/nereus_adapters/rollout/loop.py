@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from nereus_adapters.rollout.job import RolloutJob, StepFigures
+from nereus_adapters.rollout.figures import StepFigures
+from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Completion, Prompt, Sampling
 from nereus_adapters.rollout.trainer import HfTrainer, Sample
 from nereus_core.errors import UnitLost, WaitTimeout

@@ -46,7 +46,7 @@ class Sample:
 
 
 class HfTrainer:
-    """Implements `nereus_adapters.rollout.job.Trainer`.
+    """Implements `nereus_adapters.rollout.source.Trainer`.
 
     Args:
         job: what runs.

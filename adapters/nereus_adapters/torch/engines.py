@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SeatTrainer:
-    """The torch job as the engines see it. Implements `nereus_adapters.rollout.job.Trainer`."""
+    """The torch job as the engines see it. Implements `nereus_adapters.rollout.source.Trainer`."""
 
     def __init__(self, running: TorchJob, driver: int) -> None:
         self._running, self._driver = running, driver
@@ -98,7 +98,8 @@ def factory(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) ->
     if job.precision.compute == "float64":
         raise ConfigError("job.precision", "vLLM computes in float32 or bfloat16")
     require_backend(nereus_declare_adapter())
-    from nereus_adapters.rollout.vllm.engine import VllmFactory, VllmSettings
+    from nereus_adapters.rollout.vllm.factory import VllmFactory
+    from nereus_adapters.rollout.vllm.settings import VllmSettings
 
     section = backend.vllm
     settings = VllmSettings(

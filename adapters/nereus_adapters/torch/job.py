@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from nereus_adapters.rollout.job import RolloutJob, figures_of
+from nereus_adapters.rollout.figures import figures_of
+from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import EngineFactory
 from nereus_adapters.torch.adopting import adopt
 from nereus_adapters.torch.engines import SeatTrainer, without_generation

@@ -19,17 +19,26 @@ from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.reading import job_of
 from nereus_adapters.verl.recorder import Recorder, SeenStep
-from nereus_adapters.verl.relinking import assembly, forget_dispatch, repoint, rewire, settle
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.settings import VerlSettings
-from nereus_adapters.verl.standing import ROLES, Ranks, free_devices, rollout_units, train_units
+from nereus_adapters.verl.standing import (
+    ROLES,
+    Ranks,
+    devices_of,
+    free_devices,
+    is_hybrid,
+    replicas_of,
+    rollout_units,
+    train_units,
+)
+from nereus_adapters.verl.switching import Switch, serving
 from nereus_core.adapter import Boundary, Fingerprint, Receipt
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.errors import (
     Infeasible,
-    NereusError,
     PlanError,
+    SeatDead,
     TransitionFailed,
     UnitLost,
     Unsupported,
@@ -70,22 +79,22 @@ class VerlAdapter:
         self._trainer, self._timeouts = trainer, config.timeouts
         settings = VerlSettings.of(config.backend)
         ranks = Ranks.of(trainer.actor_rollout_wg.workers, self._timeouts.primitive_s)
-        of_worker = self._devices_of_workers(ranks)
+        replicas = replicas_of(trainer)
+        of_worker = devices_of(ranks, replicas, self._timeouts.primitive_s)
         own = tuple(dict.fromkeys(of_worker.values()))
         spare = free_devices(own, (settings.max_devices or len(own)) - len(own))
         self._job = job_of(
-            trainer, ranks.facts[0], (*own, *spare), settings, hybrid=self._is_hybrid()
+            trainer, ranks.facts[0], (*own, *spare), settings, hybrid=is_hybrid(trainer)
         )
         self._order = (*own, *spare)
-        replicas = rollout_units(self._replicas(), of_worker)
-        self._units = UnitMap([*train_units(ranks), *replicas])
+        self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self._linked = self._units
-        self._hybrid = ranks.devices if self._is_hybrid() else ()
+        self._hybrid = ranks.devices if is_hybrid(trainer) else ()
         if self._hybrid:
             self._fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
-            serving = {u.id: u for u in self._units.values() if _serves(u)}
             limit_s = self._timeouts.primitive_s
-            self._rollouts = Rollouts(trainer, serving, self._fleet, limit_s)
+            self._rollouts = Rollouts(trainer, serving(self._units), self._fleet, limit_s)
+            self._switch = Switch(trainer, self._fleet, self._rollouts, self._order, limit_s)
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
         self._ledger = Ledger(CAPABILITIES)
         self._gate = Gate(self._timeouts.boundary_s)
@@ -94,14 +103,15 @@ class VerlAdapter:
     # --- Reading ------------------------------------------------------------------------------
 
     def job(self) -> Job:
-        """Static facts; devices of nodes that Ray has lost are marked."""
+        """Static facts; devices whose process or node is gone are marked."""
         alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        lost = [d for d in self._job.cluster.devices if d.node not in alive]
+        dead = self._fleet.dead if self._hybrid else frozenset()
+        lost = [d for d in self._job.cluster.devices if d.node not in alive or d in dead]
         return self._job.on(self._job.cluster.without(lost)) if lost else self._job
 
     def units(self) -> UnitMap:
         """Shard groups of the trainer's engines and the rollout's replicas, those staged too."""
-        return self._units
+        return self._units.intact(self._fleet.dead) if self._hybrid else self._units
 
     def observe(self) -> Observation:
         """Drain the step that verl has just completed."""
@@ -163,15 +173,17 @@ class VerlAdapter:
             TransitionFailed: the ranks could not meet; says whether the old plan goes on.
         """
         check_plan(plan, self.job())
-        if Plan.of_units(self._units) != plan:
-            raise PlanError([f"the units alive stand for {Plan.of_units(self._units)}, not {plan}"])
-        if self._units == self._linked:
+        before, after = self._linked, self.units()
+        if Plan.of_units(after) != plan:
+            raise PlanError([f"the units alive stand for {Plan.of_units(after)}, not {plan}"])
+        if before == after:
             return
-        before, after = self._linked, self._units
         try:
-            self._switch(before, after)
-        except NereusError as error:
-            self._return(before, after, error)
+            self._switch.run(before, after)
+        except TransitionFailed:
+            self._units = before
+            raise
+        self._units = self._linked = after
 
     def watch(self, on_phase: PhaseHook | None) -> None:
         """Tell of phases."""
@@ -200,10 +212,20 @@ class VerlAdapter:
         return self._once(op)
 
     def _once(self, op: Primitive) -> Receipt:
-        return self._ledger.perform(op, self._standing, self._do)
+        try:
+            return self._ledger.perform(op, self._standing, self._do)
+        except SeatDead as error:
+            self._missed(error)
+            raise
+
+    def _missed(self, error: SeatDead) -> None:
+        if isinstance(error.device, Device):
+            self._fleet.dead.add(error.device)
 
     def _standing(self) -> Standing:
-        return Standing(self.job(), self._units, self._gate.held, self._gate.inside)
+        alive = self.units()
+        lost = [unit for unit in self._units if unit not in alive]
+        return Standing(self.job(), alive, self._gate.held, self._gate.inside, lost=lost)
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         if not self._hybrid:
@@ -261,7 +283,10 @@ class VerlAdapter:
         if _serves(unit):
             self._rollouts.end(unit.id)
         elif unit.id not in self._linked:
-            settle(self._fleet, unit.devices, [str(unit.id)], self._timeouts.transfer_s)
+            call_all(
+                self._fleet.workers(unit.devices), shards.drop, [str(unit.id)],
+                awaited=f"the end of {unit.id}", timeout_s=self._timeouts.transfer_s,
+            )  # fmt: skip
 
     def _require_runs(self, op: Primitive) -> None:
         """Raise Infeasible unless new units are runs of devices in the order of ranks."""
@@ -272,78 +297,13 @@ class VerlAdapter:
             if unit.layout.pp > 1:
                 raise Infeasible(f"{op}: verl's FSDP engine has no pipeline stages.", op)
 
-    # --- The epoch switch ---------------------------------------------------------------------
-
-    def _switch(self, before: UnitMap, after: UnitMap) -> None:
-        limit_s = self._timeouts.primitive_s
-        old, new = assembly(before, self._order), assembly(after, self._order)
-        for device, seats in old.items():
-            units = {seat.role: seat.unit for seat in seats}
-            call_all(
-                self._fleet.workers([device]), shards.hold, units,
-                awaited="the states that run", timeout_s=limit_s,
-            )  # fmt: skip
-        rewire(self._trainer, self._fleet, self._rollouts, old, new, after, limit_s)
-        if tuple(old) != tuple(new):
-            repoint(self._trainer, self._fleet, tuple(new))
-        forget_dispatch(self._trainer)
-        self._rollouts.link({u.id: u for u in after.values() if _serves(u)})
-        everywhere = {**old, **new}
-        names = [str(u) for u in (*before, *after)]
-        settle(self._fleet, tuple(everywhere), names, limit_s)
-        self._fleet.release(tuple(new))
-        self._linked = after
-
-    def _return(self, before: UnitMap, after: UnitMap, error: NereusError) -> None:
-        """Let the old ranks meet again after a switch that failed; always raises."""
-        limit_s = self._timeouts.primitive_s
-        old, new = assembly(before, self._order), assembly(after, self._order)
-        try:
-            # As from an assembly that is neither: every rank leaves whatever it has reached.
-            torn = {**new, **old, **dict.fromkeys(reversed(tuple(old)), ())}
-            rewire(self._trainer, self._fleet, self._rollouts, torn, old, before, limit_s)
-        except NereusError as worse:
-            raise UnitLost(tuple(before), (), f"{error}; and the old ranks: {worse}") from error
-        if tuple(old) != tuple(new):
-            repoint(self._trainer, self._fleet, tuple(old))
-        forget_dispatch(self._trainer)
-        for unit in after.values():
-            if unit.id not in before:
-                self._end(unit)
-        self._units = self._linked = before
-        settle(self._fleet, tuple({**old, **new}), [str(u) for u in (*before, *after)], limit_s)
-        self._fleet.release(tuple(old))
-        raise TransitionFailed(
-            "the epoch switch", error, intact=tuple(before), rolled_back=True
-        ) from error
-
     # --- Inside -------------------------------------------------------------------------------
 
     def _find(self, unit: UnitId) -> Unit:
-        if unit not in self._units:
-            raise UnitLost([unit], tuple(self._units), "it is not alive")
-        return self._units[unit]
-
-    def _is_hybrid(self) -> bool:
-        """Whether trainers and rollouts share processes, and the trainers are FSDP2."""
-        strategies = [str(self._trainer.config.actor_rollout_ref.actor.strategy)]
-        if self._trainer.use_critic:
-            strategies.append(str(self._trainer.config.critic.strategy))
-        separate = getattr(self._trainer, "standalone_server_manager", None) is not None
-        return not separate and set(strategies) == {"fsdp2"}
-
-    def _replicas(self) -> list[Any]:
-        both = ("llm_server_manager", "standalone_server_manager")
-        managers = (getattr(self._trainer, name, None) for name in both)
-        return [r for manager in managers if manager is not None for r in manager.get_replicas()]
-
-    def _devices_of_workers(self, ranks: Ranks) -> dict[Any, Device]:
-        known = {w._actor_id: d for w, d in zip(ranks.workers, ranks.devices, strict=True)}
-        others = [w for r in self._replicas() for w in r.workers if w._actor_id not in known]
-        if others:
-            more = Ranks.of(others, self._timeouts.primitive_s)
-            known |= {w._actor_id: d for w, d in zip(others, more.devices, strict=True)}
-        return known
+        units = self.units()
+        if unit not in units:
+            raise UnitLost([unit], tuple(units), "it is not alive")
+        return units[unit]
 
     def _peaks(self, seen: SeenStep) -> dict[Device, int]:
         """Charge every device of a stage with the largest allocation of its ranks."""

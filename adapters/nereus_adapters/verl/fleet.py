@@ -43,6 +43,8 @@ class Fleet:
             device: Seat(worker, name)
             for device, worker, name in zip(devices, group.workers, names, strict=True)
         }
+        self.dead: set[Device] = set()
+        """Devices whose process is known to have ended."""
         self._prefix = group.name_prefix
         self._started = 0
 
@@ -53,6 +55,10 @@ class Fleet:
     def workers(self, devices: Iterable[Device]) -> dict[Device, Any]:
         """Return the actors on some devices, in that order."""
         return {device: self._seats[device].worker for device in devices}
+
+    def living(self, devices: Iterable[Device]) -> dict[Device, Any]:
+        """Return those of the actors on some devices that are not known to have ended."""
+        return self.workers(device for device in devices if device not in self.dead)
 
     def start(self, devices: Collection[Device]) -> None:
         """Start processes on devices that have none, each in a bundle of its own.

@@ -18,6 +18,7 @@ from nereus_adapters.verl import shards
 from nereus_adapters.verl.calls import call_all, gathered
 from nereus_adapters.verl.fleet import Fleet
 from nereus_core.cluster import Device
+from nereus_core.errors import SeatDead
 from nereus_core.phases import Enter, Phase
 from nereus_core.state import Box, Route, routes
 from nereus_core.units import Unit
@@ -118,7 +119,14 @@ class Move:
             for device, messages in inbox.items()
         }
         named = ", ".join(str(unit.id) for unit in self.made)
-        gathered(asked, awaited=f"the state of {named}", timeout_s=timeout_s)
+        awaited = f"the state of {named}"
+        try:
+            gathered(asked, awaited=awaited, timeout_s=timeout_s)
+        except SeatDead:
+            # Ray gives a receiver the death of its sender: ask the senders who it was.
+            senders = dict.fromkeys(source for source, _, _ in pairs)
+            call_all(fleet.workers(senders), shards.present, awaited=awaited, timeout_s=timeout_s)
+            raise
 
     def _buckets(self) -> Iterator[list[Route]]:
         bucket: list[Route] = []

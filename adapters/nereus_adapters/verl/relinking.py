@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nereus_adapters.verl import rebuild, shards
+from nereus_adapters.verl import rebuild
 from nereus_adapters.verl.calls import call_all
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.rollouts import Rollouts
@@ -64,14 +64,20 @@ def rewire(
     units: UnitMap,
     timeout_s: float,
 ) -> None:
-    """Bring ranks, engines and weight synchronization from one assembly to another."""
+    """Bring ranks, engines and weight synchronization from one assembly to another.
+
+    Where it raises, another call with the two exchanged brings the old assembly back: where ranks
+    come or go, all of both part first, whatever they have reached; where they stay, every engine
+    that differs is built again.
+    """
     awaited = "verl's ranks to meet in a new process group"
     if tuple(old) != tuple(new):
-        everybody = fleet.workers({**old, **new})
+        everybody = fleet.living({**old, **new})
         call_all(everybody, rebuild.park, awaited="verl's ranks to part", timeout_s=timeout_s)
         first = next(iter(new))
         meet = call_all(
-            fleet.workers([first]), rebuild.meeting, len(new), timeout_s,
+            # Ranks that wait in vain give up in time to hear of what is done instead.
+            fleet.workers([first]), rebuild.meeting, len(new), timeout_s / 2,
             awaited="a place to meet", timeout_s=timeout_s,
         )[first]  # fmt: skip
         call_all(
@@ -144,14 +150,6 @@ def forget_dispatch(trainer: Any) -> None:
         if group is not None:
             group._dispatch_info.clear()
             group._collect_info.clear()
-
-
-def settle(fleet: Fleet, devices: Sequence[Device], units: Sequence[str], timeout_s: float) -> None:
-    """Free the staged states: the engines hold what they were."""
-    call_all(
-        fleet.workers(devices), shards.drop, list(units),
-        awaited="staged states to be freed", timeout_s=timeout_s,
-    )  # fmt: skip
 
 
 def _actor_key(group: Any) -> str:

@@ -77,17 +77,25 @@ class Rollouts:
     def end(self, unit: UnitId) -> None:
         """End a unit's replica: at once, or with the epoch switch where the job may need it."""
         if unit not in self._linked:
-            _end(self._replicas.pop(unit))
+            replica = self._replicas.pop(unit)
+            leave = self._manager.global_load_balancer.remove_servers
+            self._get(leave.remote([replica._server_address]), "the load balancer to let go")
+            _end(replica)
 
     def rank_of(self, unit: UnitId) -> int:
         """Return verl's rank of a unit's replica."""
         return int(self._replicas[unit].replica_rank)
 
-    def link(self, units: Mapping[UnitId, Unit]) -> None:
-        """Serve with these units from here on; the balancer is not empty at any moment."""
+    def link(self, units: Mapping[UnitId, Unit], *, anew: bool = False) -> None:
+        """Serve with these units from here on; the balancer is not empty at any moment.
+
+        Args:
+            units: Of the replicas that serve.
+            anew: Tell the balancer of all of them, whatever it has been told.
+        """
         manager = self._manager
         gone = [u for u in self._linked if u not in units]
-        fresh = {u: self._replicas[u] for u in units if u not in self._linked}
+        fresh = {u: self._replicas[u] for u in units if anew or u not in self._linked}
         balancer = manager.global_load_balancer
         if fresh:
             servers = {r._server_address: r._server_handle for r in fresh.values()}

@@ -126,6 +126,10 @@ def local_box(tensor: torch.Tensor) -> Box:
 # --- Called by the driver -------------------------------------------------------------------------
 
 
+def present(worker: Any) -> None:
+    """Answer, as a process does that is there."""
+
+
 def outline(worker: Any, role: str, unit: str) -> Outline:
     """Describe a rank's state."""
     found = held(worker, role, unit)

@@ -105,3 +105,29 @@ def free_devices(held: Sequence[Device], wanted: int) -> tuple[Device, ...]:
         spare = [Device(node, i) for i in range(total) if Device(node, i) not in held]
         found += spare
     return tuple(found[: min(wanted, left)])
+
+
+def replicas_of(trainer: Any) -> list[Any]:
+    """Return all rollout replicas of a trainer."""
+    both = ("llm_server_manager", "standalone_server_manager")
+    managers = (getattr(trainer, name, None) for name in both)
+    return [r for manager in managers if manager is not None for r in manager.get_replicas()]
+
+
+def is_hybrid(trainer: Any) -> bool:
+    """Whether trainers and rollouts share processes, and the trainers are FSDP2."""
+    strategies = {str(trainer.config.actor_rollout_ref.actor.strategy)}
+    if trainer.use_critic:
+        strategies.add(str(trainer.config.critic.strategy))
+    separate = getattr(trainer, "standalone_server_manager", None) is not None
+    return not separate and strategies == {"fsdp2"}
+
+
+def devices_of(ranks: Ranks, replicas: Sequence[Any], timeout_s: float) -> dict[Any, Device]:
+    """Return the device of every worker, by Ray actor id: the trainers' and the replicas' own."""
+    known = {w._actor_id: d for w, d in zip(ranks.workers, ranks.devices, strict=True)}
+    others = [w for r in replicas for w in r.workers if w._actor_id not in known]
+    if others:
+        more = Ranks.of(others, timeout_s)
+        known |= {w._actor_id: d for w, d in zip(others, more.devices, strict=True)}
+    return known

@@ -34,7 +34,9 @@ def test_a_rank_killed_in_a_transition_ends_the_job_by_name(launch):
         "rank", *FAST, plans=plans, ray_devices=4, env={"VERL_CPU_FAULT": "kill-rank"}, steps=3
     )
     assert job.ran.returncode != 0
-    assert "ended (exit code None) during" in outcome(job)
+    assert outcome(job).startswith("failed: StateLost: no intact copy of actor/train is left")
+    first = next(event for event in job.events if isinstance(event, TransitionFinished))
+    assert "ended (exit code None) during" in first.error
 
 
 def test_ranks_that_cannot_meet_go_on_in_the_old_plan_and_a_hung_sync_ends_the_job(launch):

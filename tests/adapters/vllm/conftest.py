@@ -7,7 +7,7 @@ import pytest
 from vllm_cases import DEVICES, ONE, Weights
 
 from nereus_adapters.rollout.segment import FOLDER, PREFIX
-from nereus_adapters.rollout.vllm.harness import TINY, CpuFactory, VllmHarness, settings
+from nereus_adapters.rollout.vllm.harness import TINY, CpuFactory, new_harness, settings
 from nereus_core.model import ModelSpec
 
 
@@ -37,7 +37,7 @@ def factory(folder, spec):
 @pytest.fixture(scope="session")
 def harness(factory):
     """Jobs with a trainer on the session's seats, and two more."""
-    made = VllmHarness(factory.pool)
+    made = new_harness(factory.pool)
     yield made
     made.close()
 

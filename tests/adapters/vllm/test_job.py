@@ -49,7 +49,7 @@ class Running:
         return receipt
 
     def pid(self, index):
-        return self.harness.factory.pool.seat(self.devices[index]).pid
+        return self.harness.behind.factory.pool.seat(self.devices[index]).pid
 
     def require_right_tokens(self):
         """Ask for greedy tokens and compare them with the trainer's model's."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nereus_adapters.rollout.ports import Prompt, Sampling
-from nereus_adapters.rollout.vllm.engine import CPU_ENV, VllmEngine, VllmFactory
+from nereus_adapters.rollout.vllm.engine import VllmEngine
+from nereus_adapters.rollout.vllm.factory import VllmFactory
+from nereus_adapters.rollout.vllm.settings import CPU_ENV
 from nereus_adapters.rollout.weights import Published
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout

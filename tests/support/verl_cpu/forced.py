@@ -70,14 +70,14 @@ def _force(module):
             try:
                 decision = self.controller.go_to(planned(self.controller, wanted), "test")
                 record["admitted"] = decision.admitted
+                record["after"] = digests(trainer)
+                record["world"] = trainer.actor_rollout_wg.world_size
             except Exception as error:
                 record["error"] = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 record["seconds"] = time.perf_counter() - start_s
                 record["plan"] = self.controller.plan.to_json()
-                record["after"] = digests(trainer)
-                record["world"] = trainer.actor_rollout_wg.world_size
                 with open(os.environ["VERL_CPU_FORCED_LOG"], "a") as file:
                     file.write(json.dumps(record) + "\n")
         return once(self)

@@ -192,7 +192,8 @@ def _budget(module):
     once = engine.forward_step
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        tokens = int(micro_batch["input_ids"].numel())
+        ids = micro_batch["input_ids"]
+        tokens = (ids.values() if ids.is_nested else ids).numel()
         if not forward_only and tokens > most:
             raise torch.OutOfMemoryError(f"the test's device holds {most} tokens, not {tokens}")
         return once(self, micro_batch, loss_function, forward_only)

@@ -1,6 +1,6 @@
 """vLLM as a rollout engine. Importing this package imports no vLLM; the hooks do when called.
 
-`engine.VllmFactory` makes engines on seats (`seats`, `serve`, `lease`, `executor`, `hosting`) that
+`factory.VllmFactory` makes engines on seats (`seats`, `serve`, `lease`, `executor`, `hosting`) that
 get their weights through vLLM's own transfer API (`transfer`).
 """
 
@@ -17,7 +17,7 @@ from nereus_core.workload import Stage
 
 if TYPE_CHECKING:
     from nereus_adapters.rollout.adapter import RolloutAdapter
-    from nereus_adapters.rollout.vllm.harness import VllmHarness
+    from nereus_adapters.rollout.harness import RolloutHarness
     from nereus_core.config import NereusConfig
 
 NAME = "vllm"
@@ -65,6 +65,7 @@ SEAMS = (
     ),
     Seam("vllm.v1.executor.abstract", "Executor.execute_model", ("scheduler_output", "non_block")),
     Seam("vllm.v1.executor.abstract", "Executor.sample_tokens", ("grammar_output", "non_block")),
+    Seam("vllm.utils.import_utils", "resolve_obj_by_qualname"),
     Seam("vllm.v1.serial_utils", "run_method"),
     Seam("vllm.v1.worker.worker_base", "WorkerWrapperBase", ("rpc_rank", "global_rank")),
     Seam("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", ("all_kwargs",)),
@@ -127,10 +128,10 @@ def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> Ro
 
 
 @hookimpl(optionalhook=True)
-def nereus_conformance_harness(name: str, tier: str) -> VllmHarness | None:
+def nereus_conformance_harness(name: str, tier: str) -> RolloutHarness | None:
     """Return the harness of the real tier: vLLM on CPU."""
     if name != NAME or tier != "real":
         return None
-    from nereus_adapters.rollout.vllm.harness import VllmHarness
+    from nereus_adapters.rollout.vllm.harness import new_harness
 
-    return VllmHarness()
+    return new_harness()

@@ -20,6 +20,7 @@ import cloudpickle
 import torch
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -41,6 +42,10 @@ class Rank:
     ) -> None:
         torch.set_num_threads = _set_num_threads
         set_environment(env)
+        # vLLM adds an engine's extension to the worker's class for good; the next may have another.
+        config = all_kwargs[rank]["vllm_config"].parallel_config
+        self._class: type = resolve_obj_by_qualname(config.worker_cls)
+        self._bases = self._class.__bases__
         self._wrapper: WorkerWrapperBase | None = WorkerWrapperBase(rank, rank)
         self._wrapper.init_worker(all_kwargs)
 
@@ -57,6 +62,7 @@ class Rank:
                 wrapper.shutdown()
         finally:
             del wrapper
+            self._class.__bases__ = self._bases
             # Keeps every layer that was ever reloaded: its values refer to its weak keys (0.32).
             LAYERWISE_INFO.clear()
             cleanup_dist_env_and_memory()

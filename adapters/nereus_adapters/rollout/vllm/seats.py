@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import secrets
-import select
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,14 +17,11 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-import nereus_adapters
-import nereus_core
+from nereus_adapters.rollout.vllm.forking import END_S, Forked, Stem
 from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Drawn, Fork, Reply
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
 
-_END_S = 10.0
-"""A process that was told to end takes less; then it is killed. Chosen, not measured."""
 _BROKEN = -2
 """Id of the reply with which a seat says that a step of its engine failed."""
 
@@ -41,101 +33,6 @@ class SeatError(NereusError):
         self.kind = (reply.error or "").partition(":")[0]
         super().__init__(f"{method} on seat {device}: {reply.error}")
         self.add_note(reply.trace)
-
-
-class Forked:
-    """A process that the stem forked: not our child, its end is seen and its exit code is not."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-
-    def kill(self) -> None:
-        """End it at once."""
-        with contextlib.suppress(OSError):  # it has ended by itself
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def ended(self, timeout_s: float) -> bool:
-        """Wait for its end; returns whether it came."""
-        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
-
-    def close(self) -> None:
-        """Let go of it."""
-        os.close(self._descriptor)
-
-
-class Stem:
-    """The process that forks seats; started with the first one, and again should it have ended."""
-
-    def __init__(self, boot: Boot, env: Mapping[str, str], log: Path, start_s: float) -> None:
-        self._boot, self._env, self._log, self._start_s = boot, env, log, start_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def fork(self, fork: Fork) -> Forked:
-        """Fork a seat.
-
-        Raises:
-            NereusError: the stem ended in its imports; its output is a note.
-            WaitTimeout: it took too long.
-        """
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._started()
-            stem = self._process
-            assert stem.stdin is not None
-            stem.stdin.write(pickle.dumps(fork))
-            stem.stdin.flush()
-            return Forked(int(self._line(stem)))
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        paths = [str(Path(m.__path__[0]).parent) for m in (nereus_core, nereus_adapters)]
-        env = {**os.environ, **self._env}
-        env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH", "")])])
-        with self._log.open("ab") as output:
-            stem = subprocess.Popen(
-                [sys.executable, "-m", "nereus_adapters.rollout.vllm.stem"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env=env,
-            )
-        assert stem.stdin is not None
-        stem.stdin.write(pickle.dumps(self._boot))
-        stem.stdin.flush()
-        self._line(stem)
-        return stem
-
-    def _line(self, stem: subprocess.Popen[bytes]) -> bytes:
-        assert stem.stdout is not None
-        if not select.select([stem.stdout], [], [], self._start_s)[0]:
-            stem.kill()
-            stem.wait(_END_S)
-            raise WaitTimeout("the stem of the vLLM seats to finish its imports", self._start_s)
-        line = stem.stdout.readline()
-        if not line:
-            error = NereusError(
-                f"the stem of the vLLM seats ended (exit code {stem.wait(_END_S)})."
-            )
-            error.add_note(self._log.read_text(encoding="utf-8", errors="replace")[-4000:])
-            raise error
-        return line
-
-    def close(self) -> None:
-        """End it."""
-        with self._lock:
-            stem, self._process = self._process, None
-        if stem is not None:
-            assert stem.stdin is not None
-            assert stem.stdout is not None
-            with contextlib.suppress(OSError):
-                stem.stdin.close()
-            try:
-                stem.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                stem.kill()
-                stem.wait(_END_S)
-            stem.stdout.close()
 
 
 class SeatProcess:
@@ -201,15 +98,15 @@ class SeatProcess:
     def kill(self) -> None:
         """End the process at once; returns when that has been noticed."""
         self.process.kill()
-        self._reader.join(_END_S)
+        self._reader.join(END_S)
 
     def close(self) -> None:
         """Let the process end, after what it is doing; kill it when that takes long."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(None)
-        if not self.process.ended(_END_S):
+        if not self.process.ended(END_S):
             self.process.kill()
-        self._reader.join(_END_S)
+        self._reader.join(END_S)
 
     def _read(self) -> None:
         while True:
@@ -228,9 +125,9 @@ class SeatProcess:
                     future.set_result(message.value)
                 else:
                     future.set_exception(SeatError(self.device, method, message))
-        if not self.process.ended(_END_S):
+        if not self.process.ended(END_S):
             self.process.kill()
-            self.process.ended(_END_S)
+            self.process.ended(END_S)
         with self._lock:
             self._ended = True
             left, self._open = self._open, {}
@@ -315,7 +212,7 @@ class SeatPool:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(3 * _END_S)
+            thread.join(3 * END_S)
         self._stem.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

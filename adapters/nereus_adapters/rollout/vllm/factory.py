@@ -1,0 +1,175 @@
+"""VllmFactory: engines on the seats of one host, started, ended and cleared away."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from nereus_adapters.rollout.ports import EngineError
+from nereus_adapters.rollout.segment import FOLDER, remove
+from nereus_adapters.rollout.vllm.engine import VllmEngine
+from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool
+from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, CPU_ENV, SEAT_ENV, VllmSettings
+from nereus_core.cluster import Device
+from nereus_core.errors import SeatDead, WaitTimeout
+from nereus_core.layout import Layout, layer_ranges
+from nereus_core.model import ModelSpec
+
+
+class VllmFactory:
+    """Engines of one model on the seats of one host.
+
+    Implements `nereus_adapters.rollout.ports.EngineFactory`.
+
+    Args:
+        settings: how engines are started.
+        model: shapes.
+        devices: of this host; a seat is forked for each when it is first needed.
+        accelerator: what devices are.
+        recycle_bytes: a seat that has grown by more is replaced between two engines; None: never.
+        pool: seats of somebody else, who closes them.
+    """
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        model: ModelSpec,
+        devices: tuple[Device, ...],
+        *,
+        accelerator: Literal["cpu", "cuda"] = "cpu",
+        recycle_bytes: int | None = None,
+        pool: SeatPool | None = None,
+    ) -> None:
+        self._settings, self._model, self._devices = settings, model, devices
+        self._recycle_bytes = recycle_bytes
+        env = {**SEAT_ENV, **(CPU_ENV if accelerator == "cpu" else {})}
+        self._owns_pool = pool is None
+        self.pool = pool or SeatPool(accelerator, env)
+        self._ports: dict[str, int] = {}
+        self._shared: dict[str, set[str]] = {}
+        self._base_bytes: dict[Device, int] = {}
+        self.recycled = 0
+        """Seats that were replaced because they had grown."""
+
+    @property
+    def healthy(self) -> frozenset[Device]:
+        """Devices whose seats answer, or that have not needed one yet."""
+        return frozenset(self._devices)
+
+    def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> VllmEngine:
+        """Start an engine: its first device leads, the others follow."""
+        settings = self._settings
+        leased = settings.executor == "seats"
+        mine = devices if leased else devices[:1]
+        if not leased and devices[0] in self.pool.alive:
+            self.pool.renew(devices[0])  # a stock engine starts in a process of its own
+        if len(set(devices)) != len(devices):
+            raise EngineError(name, "start", f"a device is listed twice: {list(map(str, devices))}")
+        self.pool.start(mine)
+        seats = tuple(self.pool.seat(device) for device in mine)
+        port = free_port()
+        env: dict[str, str | None] = {"VLLM_PP_LAYER_PARTITION": None}
+        if layout.pp > 1:
+            runs = layer_ranges(self._model.num_layers, layout.pp)
+            env["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(run)) for run in runs)
+        args = self._arguments(layout, devices, port, env)
+        engine = VllmEngine(name, layout, devices, seats, settings, self._closed)
+        self._ports[name] = port
+        try:
+            seats[0].call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
+        except (SeatDead, SeatError, WaitTimeout) as error:
+            engine.broken(str(error))
+            engine.close()
+            raise EngineError(name, "start", str(error)) from error
+        if leased and layout.num_devices > 1:
+            self._shared[name] = {n for names in engine.rpc("nereus_shared") for n in names}
+        return engine
+
+    def _arguments(
+        self,
+        layout: Layout,
+        devices: tuple[Device, ...],
+        port: int,
+        env: Mapping[str, str | None],
+    ) -> dict[str, Any]:
+        settings = self._settings
+        args: dict[str, Any] = {
+            "model": str(settings.model),
+            "load_format": "dummy",
+            "dtype": settings.dtype,
+            "max_model_len": settings.max_tokens,
+            "max_num_seqs": settings.max_running,
+            "kv_cache_memory_bytes": settings.kv_cache_bytes,
+            "enforce_eager": settings.eager,
+            "tensor_parallel_size": layout.tp,
+            "pipeline_parallel_size": layout.pp,
+            "worker_extension_cls": settings.extension,
+            "hf_overrides": {"architectures": [ARCHITECTURES[self._model.family]]},
+            "skip_tokenizer_init": True,
+            "async_scheduling": False,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        if settings.executor == "seats":
+            args["additional_config"] = {
+                "nereus": {
+                    "followers": [(f"seat {d}", self.pool.address(d)) for d in devices[1:]],
+                    "local_ranks": [d.index for d in devices],
+                    "host": "127.0.0.1",
+                    "port": port,
+                    "timeout_s": settings.call_s,
+                    "env": dict(env),
+                }
+            }
+        else:
+            args["distributed_executor_backend"] = settings.executor
+        return {**args, **settings.more}
+
+    def _closed(self, engine: VllmEngine, clean: bool) -> None:
+        """Take an engine's seats back: those that may be stuck are replaced."""
+        if not clean:
+            for seat in engine.seats:
+                if seat.alive:
+                    seat.kill()
+        _sweep(self._ports.pop(engine.name, None))
+        remove(self._shared.pop(engine.name, ()))
+        if clean and self._settings.executor == "seats":
+            self._recycle(engine.devices)
+
+    def _recycle(self, devices: tuple[Device, ...]) -> None:
+        """Replace seats that have grown by more than `recycle_bytes` since their first engine."""
+        if self._recycle_bytes is None:
+            return
+        for device in devices:
+            resident, _ = self.pool.seat(device).call("memory", self._settings.call_s)
+            base = self._base_bytes.setdefault(device, resident)
+            if resident - base > self._recycle_bytes:
+                del self._base_bytes[device]
+                self.pool.renew(device)
+                self.recycled += 1
+
+    def close(self) -> None:
+        """End all seats, unless the pool is somebody else's."""
+        if self._owns_pool:
+            self.pool.close()
+        for port in self._ports.values():
+            _sweep(port)
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody listens on."""
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _sweep(port: int | None) -> None:
+    """Remove shared memory that vLLM's CPU groups of one engine left: they carry its port."""
+    if port is None:
+        return
+    for path in FOLDER.iterdir():
+        if path.name.startswith(f"{port}-") and "cpushm" in path.name:
+            path.unlink(missing_ok=True)
