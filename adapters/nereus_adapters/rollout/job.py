@@ -10,8 +10,6 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 
-import xxhash
-
 from nereus_adapters.rollout.figures import StepFigures, figures_of
 from nereus_adapters.rollout.fleet import Fleet, raise_first, together
 from nereus_adapters.rollout.ports import (
@@ -25,13 +23,12 @@ from nereus_adapters.rollout.ports import (
 )
 from nereus_adapters.rollout.source import Trainer
 from nereus_adapters.rollout.store import Store
-from nereus_adapters.rollout.weights import GarbledWeights
+from nereus_adapters.rollout.weights import GarbledWeights, Published
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, UnitLost, WaitTimeout
 from nereus_core.gate import Gate
 from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.plan import Plan, check_plan
-from nereus_core.state import Slot
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, Job
 
@@ -249,17 +246,9 @@ class RolloutJob:
             if version == self.trainer.version and version not in self.store:
                 self.trainer.publish(self.store)
 
-    def digests(self, unit: UnitId) -> dict[str, str]:
-        """Digest what a unit was given, tensor by tensor: each cell was checked as it arrived."""
-        cells: dict[str, list[str]] = {}
-        for piece in self.store.get(self.version_of(unit)).pieces:
-            cell = piece.cell
-            said = f"{cell.box.offset}{cell.box.shape}{piece.digest:016x}"
-            cells.setdefault(f"{Slot.PARAM}/{cell.tensor}", []).append(said)
-        return {
-            name: xxhash.xxh3_64_hexdigest("".join(sorted(said)).encode())
-            for name, said in cells.items()
-        }
+    def given(self, unit: UnitId) -> Published:
+        """Return the weights that a unit serves, as they were published; it has checked them."""
+        return self.store.get(self.version_of(unit))
 
     def version_of(self, unit: UnitId) -> int:
         """Return the version that a unit serves, or that of the trainer for one of its units."""

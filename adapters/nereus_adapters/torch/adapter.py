@@ -10,6 +10,7 @@ from nereus_adapters.rollout.adapter import RolloutAdapter
 from nereus_adapters.torch import CAPABILITIES
 from nereus_adapters.torch.alike import require_alike
 from nereus_adapters.torch.engine import combine
+from nereus_adapters.torch.engines import published_digests
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.move import Move
 from nereus_adapters.torch.sync import TORN
@@ -87,12 +88,12 @@ class TorchAdapter:
     def fingerprint(self, unit: UnitId) -> Fingerprint:
         """Digest logical state where it lies; partial digests of the ranks add up.
 
-        Of a rollout engine: the weights that it was given.
+        Of a rollout engine: the weights that it was given, whose digests it has checked.
         """
         engines = self._running.engines
         if engines is not None and unit.model_stage == ACTOR_GENERATE:
             counters = {"weight_version": engines.version_of(unit)}
-            return Fingerprint(unit, engines.digests(unit), counters)
+            return Fingerprint(unit, published_digests(engines.given(unit)), counters)
         fleet = self._running.fleet
         found = self._find(unit)
         digests = fleet.settle(fleet.send({unit: {}}, "digests"), self._running.settings.transfer_s)

@@ -12,18 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Completion, EngineFactory, Prompt, Sampling
+from nereus_adapters.rollout.segment import Segment
 from nereus_adapters.rollout.store import Store, segment_name
 from nereus_adapters.rollout.weights import Piece, Published, assign
 from nereus_adapters.torch.config import BackendSection
-from nereus_adapters.torch.engine import Generated
+from nereus_adapters.torch.engine import Generated, combine
+from nereus_adapters.torch.engine.digest import digest_box
 from nereus_adapters.torch.fleet import Fleet
 from nereus_core.backend_status import require_backend
 from nereus_core.cluster import Device
 from nereus_core.errors import ConfigError
 from nereus_core.model import ModelSpec
-from nereus_core.state import placed
+from nereus_core.state import Slot, placed
 from nereus_core.units import UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, Workload
 
@@ -124,6 +128,23 @@ def without_generation(workload: Workload) -> Workload:
     """Return what is left of an algorithm for the seats, for whom generation is another's."""
     nodes = tuple(n for n in workload.nodes if n.model_stage != ACTOR_GENERATE)
     return replace(workload, nodes=nodes)
+
+
+def published_digests(published: Published) -> dict[str, str]:
+    """Digest published weights as a training unit's seats digest theirs: parts add up."""
+    dtype: torch.dtype = getattr(torch, published.dtype)
+    opened: dict[str, Segment] = {}
+    partials = []
+    for piece in published.pieces:
+        if piece.segment not in opened:
+            opened[piece.segment] = Segment.open(piece.segment)
+        content = opened[piece.segment].view(piece.offset, piece.num_bytes)
+        values = torch.frombuffer(content, dtype=dtype).view(piece.cell.box.shape)
+        partials.append({f"{Slot.PARAM}/{piece.cell.tensor}": digest_box(values, piece.cell.box)})
+        del values, content
+    for segment in opened.values():
+        segment.close()
+    return combine(partials)
 
 
 def generated(

@@ -7,9 +7,13 @@ import pytest
 from tiny_llama import flip
 
 from nereus_adapters.rollout.ports import EngineError, EngineLost, Finish, Prompt, Sampling
+from nereus_adapters.rollout.sglang.calls import Call
 from nereus_adapters.rollout.sglang.factory import SglangEngines
+from nereus_adapters.rollout.sglang.peeking import parts
+from nereus_adapters.rollout.trainer import assembled
 from nereus_adapters.rollout.weights import GarbledWeights
 from nereus_core.layout import Layout
+from nereus_core.workload import Stage
 
 pytestmark = pytest.mark.real
 
@@ -51,6 +55,17 @@ def test_greedy_tokens_are_hugging_faces_before_and_after_each_update(start, lla
             assert len(found.logprobs) == 12
             assert all(value <= 0 for value in found.logprobs)
             assert [(s.version, s.num_tokens) for s in found.spans] == [(llama.version, 12)]
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(2, 2)], ids=str)
+def test_ranks_hold_what_the_trainer_published(start, llama, layout):
+    engine = start("holds", layout)
+    engine.update_weights(llama.version, llama.publish(Layout(1, 2)).manifest(layout))
+    ranks = engine.call_ranks(Call(parts))  # longer than what a socket takes at once
+    found = assembled(llama.spec, Stage.GENERATE, ranks)
+    assert set(found) == {f"param/{name}" for name in llama.tensors}
+    for name, tensor in llama.tensors.items():
+        assert (found[f"param/{name}"] == tensor.detach().numpy()).all(), name
 
 
 def test_a_response_ends_with_the_token_that_stops_it_and_with_no_other(start, llama):

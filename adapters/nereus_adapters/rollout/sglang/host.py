@@ -128,7 +128,8 @@ class Host:
     async def run(self, pids: list[int]) -> None:
         """Serve until the driver's end is closed; a rank that ends ends this process."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._connection.fileno(), self._read)
+        # Not add_reader: uvloop makes what it polls non-blocking, and long messages would be cut.
+        threading.Thread(target=self._listen, args=[loop], daemon=True, name="driver").start()
         for pid in pids:
             loop.add_reader(os.pidfd_open(pid), functools.partial(_end_all, pids))
         watch = loop.create_task(self._meter.watch(lambda: bool(self._running), _LOOK_S))
@@ -136,12 +137,13 @@ class Host:
         watch.cancel()
         _end_all(pids)
 
-    def _read(self) -> None:
-        try:
-            call_id, method, arguments = self._connection.recv()
-        except (EOFError, OSError):
-            self._ended.set()
-            return
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                loop.call_soon_threadsafe(self._take, *self._connection.recv())
+        loop.call_soon_threadsafe(self._ended.set)
+
+    def _take(self, call_id: int, method: str, arguments: dict[str, Any]) -> None:
         if method == "submit":
             task = asyncio.create_task(self._respond(**arguments))
             self._running[arguments["prompt_id"]] = task
