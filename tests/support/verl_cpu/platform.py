@@ -160,6 +160,7 @@ def _value_head(module):
     def load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code):
         from transformers import AutoModelForTokenClassification
 
+        torch.manual_seed(0)  # the value head is in no checkpoint: the same in every run
         return AutoModelForTokenClassification.from_pretrained(
             local_path,
             dtype=torch_dtype,

@@ -1,9 +1,9 @@
 """A verl rollout named "hf_cpu": Hugging Face's forward in a Ray actor, without vLLM.
 
 ``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.rollout`` and ``actor_rollout_ref.rollout.name=hf_cpu``.
-What a request draws follows from its prompt, its name (the same in every run with
-``rollout.full_determinism=True``) and the weights' version: not from which replica serves it, nor
-from what it is batched with. ``VERL_CPU_FAULT`` lets something go wrong in a step:
+What a request draws follows from its prompt, the weights' version and how many requests for that
+prompt came before it in that version, to whichever replica (`Turns`): not from which replica serves
+it, nor from what it is batched with. ``VERL_CPU_FAULT`` lets something go wrong in a step:
 ``kill-server:2``, ``hang-sync:2``. ``VERL_CPU_LENGTHS=8,16,32`` cuts responses off at 8 tokens in
 the first step, at 16 in the second, and at the last of them from there on.
 """
@@ -11,6 +11,7 @@ the first step, at 16 in the second, and at the last of them from there on.
 import asyncio
 import hashlib
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import ray
@@ -19,6 +20,17 @@ import torch
 from nereus_plugins.post_import import after_import
 
 GATHER_S = 0.02
+
+
+class Turns:
+    """Numbers the requests for each prompt and version, over all replicas of a job."""
+
+    def __init__(self):
+        self.taken = Counter()
+
+    def take(self, prompt, version):
+        self.taken[prompt, version] += 1
+        return self.taken[prompt, version]
 
 
 class HFServer:
@@ -36,6 +48,8 @@ class HFServer:
         ).eval()
         self.thread = ThreadPoolExecutor(1)
         self.queue, self.running = [], False
+        turns = ray.remote(Turns).options(name="hf_cpu_turns", get_if_exists=True, num_cpus=0)
+        self.turns = turns.remote()
         self.open = asyncio.Event()
         self.open.set()
 
@@ -45,8 +59,9 @@ class HFServer:
         if _faulty("kill-server", self.global_steps):
             os._exit(1)
         await self.open.wait()
+        turn = await self.turns.take.remote(tuple(prompt_ids), self.global_steps)
         answer = asyncio.get_running_loop().create_future()
-        self.queue.append((list(prompt_ids), dict(sampling_params), str(request_id), answer))
+        self.queue.append((list(prompt_ids), dict(sampling_params), turn, answer))
         if not self.running:
             self.running = True
             self.drainer = asyncio.create_task(self.drain())
@@ -84,8 +99,8 @@ class HFServer:
         limits = [min(n, _longest(self.global_steps, n)) for n in limits]
         heat = torch.tensor([max(float(p.get("temperature", 1.0)), 0.0) for _, p, *_ in batch])
         draws = []
-        for prompt, _, request, _ in batch:
-            key = (tuple(prompt), self.global_steps, request)
+        for prompt, _, turn, _ in batch:
+            key = (tuple(prompt), self.global_steps, turn)
             seed = hashlib.sha256(str(key).encode()).digest()[:8]
             draws.append(torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1))
         past, inputs = None, ids
