@@ -57,6 +57,9 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     task = _task(job_section, config.seed, folder, job)
     settings = _settings(job_section, backend, config, hf_config)
     sources = _sources(job, job_section, hf_config, folder)
+    engines = None
+    if backend.rollout == "vllm":
+        engines = engines_of(backend, job, job.models["actor"], folder)
     if backend.reattach:
         return TorchJob(job, None, sources, task, settings, left_pool(config.run_dir, backend))
     resume = resolved(config.checkpoint.resume) if config.checkpoint.resume else None
@@ -65,9 +68,6 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     if plan is None:
         plan = planned(job, job_section.plan) if job_section.plan else simplest(job)
     check_plan(plan, job)
-    engines = None
-    if backend.rollout == "vllm":
-        engines = engines_of(backend, job, job.models["actor"], folder)
     pool = open_pool(backend, job.cluster)
     leave_word(pool, config.run_dir)
     return TorchJob(job, plan, sources, task, settings, pool, resume=resume, engines=engines)

@@ -134,11 +134,14 @@ def test_the_example_adapts_while_it_runs(tmp_path):
     assert ran.exit_code == 0, ran.output
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    lost = [e for e in events if e["event"] == "DevicesChanged"]
-    assert any("actor/generate" in json.dumps(e) for e in lost), lost
+    lost = [e["lost_units"] for e in events if e["event"] == "DevicesChanged"]
+    assert ["actor/generate#0"] in lost
     ended = [e for e in events if e["event"] == "TransitionFinished"]
     assert ended
     assert {e["outcome"] for e in ended} == {"done"}
+    done = [e["text"] for e in events if e["event"] == "PrimitiveFinished"]
+    assert any(text.startswith("extend actor/generate#") for text in done)
+    assert sum(e["event"] == "StepObserved" for e in events) == 6
     assert events[-1]["event"] == "RunFinished"
 
 

@@ -221,7 +221,7 @@ class SeatPool:
         address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
         deadline = time.monotonic() + self._start_s
         process = self._stem.fork(Fork(str(address), str(log)))
-        while not address.exists():
+        while (connection := self._connected(address)) is None:
             if process.ended(0.005):
                 error = SeatDead(device, None, "its start")
                 error.add_note(log.read_text(encoding="utf-8", errors="replace")[-4000:])
@@ -229,7 +229,6 @@ class SeatPool:
             if time.monotonic() > deadline:
                 process.kill()
                 raise WaitTimeout(f"seat {device} to come up", self._start_s)
-        connection = Client(str(address), "AF_UNIX", authkey=self.secret)
         connection.send(DRIVER)
         if not connection.poll(self._start_s):
             process.kill()
@@ -237,3 +236,10 @@ class SeatPool:
         connection.recv()
         self._addresses[device] = str(address)
         return SeatProcess(device, process, connection)
+
+    def _connected(self, address: Path) -> Connection | None:
+        """Connect to a seat; None while it does not listen yet."""
+        try:
+            return Client(str(address), "AF_UNIX", authkey=self.secret)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
