@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_llama import flip
+from tiny_llama import CONFIG, TinyLlama, flip
 
 from nereus_adapters.rollout.ports import EngineError, EngineLost, Finish, Prompt, Sampling
 from nereus_adapters.rollout.sglang.calls import Call
@@ -66,6 +66,16 @@ def test_ranks_hold_what_the_trainer_published(start, llama, layout):
     assert set(found) == {f"param/{name}" for name in llama.tensors}
     for name, tensor in llama.tensors.items():
         assert (found[f"param/{name}"] == tensor.detach().numpy()).all(), name
+
+
+def test_a_tied_head_works_in_a_pipeline(engines, start):
+    tied = TinyLlama({**CONFIG, "tie_word_embeddings": True})
+    factory = SglangEngines(tied.config, engines.healthy, max_tokens=1024, pool=engines.pool)
+    engine = start("tied", Layout(1, 2), factory=factory)
+    engine.update_weights(tied.version, tied.publish().manifest(engine.layout))
+    assert respond(engine)[0].tokens == tied.greedy(PROMPTS[0], 12)
+    tied.close()
+    factory.close()
 
 
 def test_a_response_ends_with_the_token_that_stops_it_and_with_no_other(start, llama):

@@ -98,6 +98,7 @@ SEAMS = (
         ("target", "hook", "hook_type"),
     ),
     Seam("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks"),
+    Seam("sglang.srt.plugins.hook_registry", "HookType"),
     Seam("sglang.srt.runtime_context", "get_parallel"),
     Seam("sglang.srt.utils.common", "MultiprocessingSerializer"),
     Seam("sglang.srt.models.registry", "ModelRegistry"),

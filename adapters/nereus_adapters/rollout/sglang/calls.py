@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+TIED = "nereus_tied"
+"""In a rank's model configuration: the head is tied, though SGLang was told that it is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus_adapters.rollout.ports import EngineError
+from nereus_adapters.rollout.sglang.calls import TIED
 from nereus_adapters.rollout.sglang.engine import SglangEngine
 from nereus_adapters.rollout.sglang.pool import StemPool
 from nereus_core.cluster import Device
@@ -52,7 +53,8 @@ class SglangEngines:
     ) -> None:
         self._device, self._devices = device, frozenset(devices)
         self._wait_s, self._start_s = wait_s, start_s
-        self._kv_heads = ModelSpec.from_hf_config(hf_config).num_kv_heads
+        spec = ModelSpec.from_hf_config(hf_config)
+        self._kv_heads, self._tied = spec.num_kv_heads, spec.tied_embeddings
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-model-")
         config = Path(self._folder.name) / "config.json"
         config.write_text(json.dumps({**hf_config, **_NO_EOS}))
@@ -92,7 +94,13 @@ class SglangEngines:
 
     def arguments(self, layout: Layout) -> dict[str, Any]:
         """Return the arguments of `sglang.Engine` for a layout."""
-        return {**self._arguments, "tp_size": layout.tp, "pp_size": layout.pp}
+        found = {**self._arguments, "tp_size": layout.tp, "pp_size": layout.pp}
+        if self._tied and layout.pp > 1:
+            # SGLang 0.5.23 models/llama.py: the last stage of a tied model has no head at all.
+            found["json_model_override_args"] = json.dumps(
+                {"tie_word_embeddings": False, TIED: True}
+            )
+        return found
 
     def environment(self, devices: tuple[Device, ...]) -> dict[str, str]:
         """Return the variables that put an engine on its devices."""

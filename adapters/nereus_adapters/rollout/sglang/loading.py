@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from nereus_adapters.rollout.segment import Segment
-from nereus_adapters.rollout.sglang.calls import Call, Outcome, outcome_file
+from nereus_adapters.rollout.sglang.calls import TIED, Call, Outcome, outcome_file
 from nereus_adapters.rollout.weights import GarbledWeights, Manifest, Piece
 from nereus_core.state import Box
 
@@ -78,7 +78,7 @@ def _from_group(
         for (name, tensor), digest in zip(tensors, digests.tolist(), strict=True):
             if digest_of(tensor) != digest:
                 raise ValueError(f"{name} arrived with another digest than it was sent with")
-        succeeded, message = original(updater, tensors)
+        succeeded, message = original(updater, list(_with_head(updater.get_model(), tensors)))
         if not succeeded:
             raise ValueError(message)
 
@@ -121,10 +121,20 @@ def load(model: Any, rank: int, manifest: Manifest) -> None:
     """
     segments: dict[str, Segment] = {}
     try:
-        model.load_weights(_tensors(manifest, rank, segments))
+        model.load_weights(_with_head(model, _tensors(manifest, rank, segments)))
     finally:
         for segment in segments.values():
             segment.close()
+
+
+def _with_head(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give the embedding as the head, too, where they are tied and SGLang does not know it."""
+    for name, tensor in tensors:
+        yield name, tensor
+        if name == "model.embed_tokens.weight" and getattr(model.config, TIED, False):
+            yield "lm_head.weight", tensor
 
 
 def _tensors(

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nereus_adapters.rollout.sglang.calls import TIED
+
 Part = tuple[tuple[int, ...], NDArray[np.float32]]
 
 
@@ -31,7 +33,8 @@ def _held(causal: Any) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
     from sglang.srt.runtime_context import get_parallel
 
     parallel, model = get_parallel(), causal.model
-    tp_rank, tied = parallel.tp_rank, causal.config.tie_word_embeddings
+    tp_rank = parallel.tp_rank
+    tied = causal.config.tie_word_embeddings or getattr(causal.config, TIED, False)
     first, last = parallel.pp_rank == 0, parallel.pp_rank == parallel.pp_size - 1
     if first:
         yield "model.embed_tokens.weight", *_rows(model.embed_tokens)
