@@ -8,6 +8,18 @@ from nereus_core.errors import WaitTimeout
 from nereus_plugins.deadline import deadline
 
 
+@pytest.fixture(autouse=True)
+def no_other_alarm():
+    """A test's own timeout may be an alarm: it rests while deadlines are tested."""
+    heard, (left_s, _) = (
+        signal.getsignal(signal.SIGALRM),
+        signal.setitimer(signal.ITIMER_REAL, 0),
+    )
+    yield
+    signal.signal(signal.SIGALRM, heard)
+    signal.setitimer(signal.ITIMER_REAL, left_s)
+
+
 def test_a_wait_without_end_is_cut_short_and_named():
     with (
         pytest.raises(WaitTimeout, match=r"waited 0\.05 s for verl's weights"),
