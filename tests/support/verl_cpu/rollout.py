@@ -48,8 +48,18 @@ class HFServer:
         ).eval()
         self.thread = ThreadPoolExecutor(1)
         self.queue, self.running = [], False
-        turns = ray.remote(Turns).options(name="hf_cpu_turns", get_if_exists=True, num_cpus=0)
-        self.turns = turns.remote()
+        # Detached: it outlives the server that happened to start it.
+        self.turns = (
+            ray.remote(Turns)
+            .options(
+                name="hf_cpu_turns",
+                namespace="verl_cpu",
+                lifetime="detached",
+                get_if_exists=True,
+                num_cpus=0,
+            )
+            .remote()
+        )
         self.open = asyncio.Event()
         self.open.set()
 
