@@ -35,11 +35,19 @@ def factory(folder, spec):
 
 
 @pytest.fixture(scope="session")
-def harness(factory):
-    """Jobs with a trainer on the session's seats, and two more."""
+def _launcher(factory):
+    """Launches jobs with a trainer on the session's seats, and two more."""
     made = new_harness(factory.pool)
     yield made
     made.close()
+
+
+@pytest.fixture
+def harness(_launcher):
+    """The launcher; its engines leave the seats to the next test."""
+    yield _launcher
+    for engine in _launcher.running_job.release():
+        engine.close()
 
 
 @pytest.fixture

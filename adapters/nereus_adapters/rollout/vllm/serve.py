@@ -97,6 +97,10 @@ class Seat:
             self._driver = peer
             peer.send(Reply(-1, os.getpid()))
             return
+        if self._hosted is not None:  # a process holds one rank: whoever leads has made a mistake
+            print("refused a lease: this seat leads an engine", file=sys.stderr)
+            peer.close()
+            return
         if self._follower is not None:  # its leader is gone: a seat has one lease at a time
             self._follower.end()
         self._follower = lease.Follower(peer)
