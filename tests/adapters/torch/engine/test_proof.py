@@ -41,8 +41,8 @@ def loopback(monkeypatch):
 def member(address, size, rank, secret, seal, answers):
     """Meet in a group; tell what came of it."""
     try:
-        met = open_store(address, 20.0, seal)
-        group = make_group(met, "g/1", rank, size, CPU, 20.0, secret)
+        met = open_store(address, 120.0, seal)
+        group = make_group(met, "g/1", rank, size, CPU, 40.0, secret)
         total = float(group.all_reduce(torch.full((3,), float(rank + 1)))[0])
         answers.put((rank, total))
         group.close()
@@ -63,7 +63,7 @@ def meet(store, secrets, seals=None):
     for process in processes:
         process.start()
     try:
-        return dict(answers.get(timeout=60) for _ in processes)
+        return dict(answers.get(timeout=240) for _ in processes)
     finally:
         for process in processes:
             process.join(20)
