@@ -88,6 +88,8 @@ def _forget_zero3() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
+    if Init.param_id == 0:  # no model was built under ZeRO-3 here
+        return
     Init.param_id = Init.num_persisted_parameters = Init.num_persisted_elements = 0
     Init.num_module_parameters = Init.num_module_elements = 0
     register: Any = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
