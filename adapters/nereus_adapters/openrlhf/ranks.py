@@ -79,15 +79,23 @@ def _forget_zero3() -> None:
     """Let models be loaded as in a new process.
 
     transformers keeps the ZeRO-3 configuration of the engine that was. DeepSpeed numbers parameters
-    on through the life of a process, and ranks of a group must agree on the numbers: those that
-    stayed have built more models than those that waited.
+    and modules on through the life of a process (modules in a default argument), and ranks of a
+    group must agree on the numbers: those that stayed have built more models than those that
+    waited. Its stack of modules in forward keeps every model that there was.
     """
+    from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
+    if Init.param_id == 0:  # no model was built under ZeRO-3 here
+        return
     Init.param_id = Init.num_persisted_parameters = Init.num_persisted_elements = 0
     Init.num_module_parameters = Init.num_module_elements = 0
+    register: Any = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
+    (numbered,) = register.__defaults__
+    numbered[0] = 0
+    parameter_offload.FWD_MODULE_STACK.clear()
 
 
 def join(actor: Any, post: Post, strategy: Any, *init: Any) -> None:

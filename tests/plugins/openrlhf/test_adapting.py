@@ -140,8 +140,10 @@ def test_grpo_on_zero3_changes_the_number_of_its_ranks(assets, tmp_path):
     assert (layouts(one, "actor/train"), layouts(two, "actor/train")) == ([1], [1, 1])
     for record in (one, two):
         require_same_state(record)
-        require_same_tokens(record)
     require_steps_fell_due(ran, (one, two))
+    # no rank has all of the model to compare tokens with: the engines' log-probabilities stand in
+    assert len(ran.steps()) == 3
+    assert all(abs(step["vllm_kl"]) < 2e-3 for step in ran.steps())
     require_saved(tmp_path)
 
 
