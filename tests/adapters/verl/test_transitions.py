@@ -54,7 +54,8 @@ def test_the_job_learns_what_the_fixed_job_learns(job, fixed):
     names = ["actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"]
     if "critic/vf_loss" in fixed.ran.metrics[0]:
         names += ["critic/vf_loss", "critic/grad_norm", "actor/kl_loss"]
-    assert min(job.series("actor/grad_norm")) > 0  # there is something to learn from
+    for trained in (fixed, job):
+        assert min(trained.series("actor/grad_norm")) > 0.01  # there is something to learn from
     for name in names:
         expected = fixed.series(name)
         # Of PPO's whitened advantages a first update's loss is 0 but for rounding.
