@@ -7,9 +7,10 @@ from nereus_core.events import PrimitiveFinished, TransitionFinished
 pytestmark = pytest.mark.real
 
 CASES = ["grpo", "ppo"]
-TOLERANCE = 2e-3
-"""Relative, on losses. Two fixed jobs with these seeds agree bit for bit; sums over two ranks and
-over four are added in another order, and Adam magnifies what is left where gradients are near 0."""
+RELATIVE, ABSOLUTE = 1e-5, 1e-6
+"""Two fixed jobs with these seeds agree bit for bit; sums over two ranks and over four are added in
+another order. Seen: GRPO's loss (2e-3 to 6e-2) 1e-7 off, every other figure at most 9e-7
+of itself. PPO's policy loss is 0 but for rounding: its other figures tell."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -54,12 +55,11 @@ def test_the_job_learns_what_the_fixed_job_learns(job, fixed):
     names = ["actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"]
     if "critic/vf_loss" in fixed.ran.metrics[0]:
         names += ["critic/vf_loss", "critic/grad_norm", "actor/kl_loss"]
-    assert min(job.series("actor/grad_norm")) > 0  # there is something to learn from
+    for trained in (fixed, job):
+        assert min(trained.series("actor/grad_norm")) > 0.01  # there is something to learn from
     for name in names:
-        expected = fixed.series(name)
-        # Of PPO's whitened advantages a first update's loss is 0 but for rounding.
-        scale = max(1e-2, *map(abs, expected))
-        assert job.series(name) == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE * scale)
+        expected = pytest.approx(fixed.series(name), rel=RELATIVE, abs=ABSOLUTE)
+        assert job.series(name) == expected, name
 
 
 def test_state_crosses_once_and_shard_to_shard(job):
