@@ -129,7 +129,7 @@ class Draft:
                 leaves[node.stage] |= released
                 for bit in bits(released):
                     releasers.setdefault(bit, []).append((i, node.stage))
-        for node in self.nodes:
+        for i, node in enumerate(self.nodes):
             acquired = node.takes & ~node.leaves
             by_node: dict[int, int] = {}
             for bit in bits(acquired):
@@ -137,9 +137,19 @@ class Draft:
                     if stage == node.stage or not bit & (comes[stage] | leaves[node.stage]):
                         by_node[first] = by_node.get(first, 0) | bit
             for first, shared in by_node.items():
+                if self._goes_on_from(first, i):
+                    continue  # what it releases is what this node acquires first
                 by, to = self.stages[self.nodes[first].stage], self.stages[node.stage]
                 text = f"{self.names(shared)} released by {by}, acquired by {to}"
                 node.waits.setdefault(first, (EdgeKind.RELEASE, text))
+
+    def _goes_on_from(self, later: int, earlier: int) -> bool:
+        """Whether a node ends what another made, or what was made of that."""
+        makers = (self.maker.get(unit.id) for unit in self.nodes[later].ended)
+        return any(
+            maker is not None and (maker == earlier or self._goes_on_from(maker, earlier))
+            for maker in makers
+        )
 
     def names(self, mask: int) -> str:
         """Spell devices, three at most."""

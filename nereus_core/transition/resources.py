@@ -60,17 +60,32 @@ def ordered(
 
 
 def _dismantled(nodes: list[Node], which: int) -> list[Node]:
-    """Park the units of a Split or Merge, and extend from host memory; forget edges and choices."""
+    """Park the units of a Split or Merge, and extend from host memory; forget edges and choices.
+
+    A unit that an Extend makes only on the way to it is left out: what that reads is read instead.
+    """
+    ends = {unit.id for unit in nodes[which].ended}
+    on_the_way = {
+        node.made[0].id: node.reads
+        for node in nodes
+        if node.kind is Kind.EXTEND and node.made[0].id in ends
+    }
+
+    def read(units: Sequence[Unit]) -> list[Unit]:
+        found = (other for unit in units for other in on_the_way.get(unit.id, [unit]))
+        return list(dict.fromkeys(found))
+
     fresh: list[Node] = []
     for i, node in enumerate(nodes):
         if i == which:
-            fresh += [Node(Kind.DESTROY, node.stage, (unit,), park=True) for unit in node.ended]
+            kept = [unit for unit in node.ended if unit.id not in on_the_way]
+            fresh += [Node(Kind.DESTROY, node.stage, (unit,), park=True) for unit in kept]
             fresh += [
-                Node(Kind.EXTEND, node.stage, made=(unit,), reads=list(node.ended))
+                Node(Kind.EXTEND, node.stage, made=(unit,), reads=read(node.ended))
                 for unit in node.made
             ]
-        else:
-            fresh.append(Node(node.kind, node.stage, node.ended, node.made, node.reads))
+        elif not any(unit.id in on_the_way for unit in node.made):
+            fresh.append(Node(node.kind, node.stage, node.ended, node.made, read(node.reads)))
     return fresh
 
 

@@ -11,11 +11,12 @@ from plans import changes, tiny_job
 
 from nereus_core.errors import Infeasible, StateLost
 from nereus_core.layout import Layout
+from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, created, model_stage_of, sources
 from nereus_core.state import moved_elements, needed_elements, placed, routes
 from nereus_core.transition import compile_transition
 from nereus_core.transition.room import unit_bytes
-from nereus_core.workload import ACTOR_TRAIN, REF_INFER, Node, Workload
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Node, Workload
 
 TWO_STAGES = Workload("grpo", (Node(REF_INFER), Node(ACTOR_TRAIN)))
 LAYOUTS = (Layout(1, 1), Layout(2, 1), Layout(4, 1))
@@ -62,6 +63,31 @@ def test_no_device_ever_holds_more_than_its_capacity(change, slack):
         assume(False)
     assume(len(graph.ops) <= 10)
     explore(graph, job, capacity)
+
+
+def test_a_unit_on_the_way_is_released_by_nobody_before_it_is_made():
+    """Too little memory to grow beside the reference: a unit on the way is parked in its turn."""
+    job = tiny_job(6)
+    d = job.cluster.devices
+    one = Placement.packed(Layout(1, 1), d[:1])
+    before = Plan(
+        {
+            ACTOR_GENERATE: one,
+            REF_INFER: one,
+            ACTOR_TRAIN: Placement.packed(Layout(1, 4), d[1:5]),
+        }
+    )
+    after = Plan(
+        {
+            **before,
+            REF_INFER: Placement.packed(Layout(1, 1), d[2:3]),
+            ACTOR_TRAIN: Placement.packed(Layout(2, 2), d[2:6]),
+        }
+    )
+    units = units_of(before)
+    capacity = max(fullest(job, units), fullest(job, units_of(after)))
+    job = tight(job, capacity)
+    explore(compile_transition(units, after, job, prefix="t"), job, capacity)
 
 
 def test_state_that_cannot_fit_is_refused_by_name():
