@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import group_member  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from nereus_adapters.torch.engine import PeerLost, make_group  # noqa: E402
@@ -20,11 +21,9 @@ from nereus_adapters.torch.store import (  # noqa: E402
     open_store,
     tcp_address,
 )
-from nereus_core.errors import NereusError  # noqa: E402
 
 pytestmark = pytest.mark.real
 
-CPU = torch.device("cpu")
 SECRET = hashlib.sha256(b"the job").digest()
 
 
@@ -38,18 +37,6 @@ def loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def member(address, size, rank, secret, seal, answers):
-    """Meet in a group; tell what came of it."""
-    try:
-        met = open_store(address, 120.0, seal)
-        group = make_group(met, "g/1", rank, size, CPU, 40.0, secret)
-        total = float(group.all_reduce(torch.full((3,), float(rank + 1)))[0])
-        answers.put((rank, total))
-        group.close()
-    except NereusError as error:
-        answers.put((rank, f"{type(error).__name__}: {error}"))
-
-
 def meet(store, secrets, seals=None):
     """Let processes meet, one for each secret; return what each tells, by rank."""
     spawn = multiprocessing.get_context("spawn")
@@ -57,7 +44,9 @@ def meet(store, secrets, seals=None):
     address = tcp_address("127.0.0.1", store.port)
     seals = seals or [SECRET] * len(secrets)
     processes = [
-        spawn.Process(target=member, args=(address, len(secrets), r, secret, seals[r], answers))
+        spawn.Process(
+            target=group_member.member, args=(address, len(secrets), r, secret, seals[r], answers)
+        )
         for r, secret in enumerate(secrets)
     ]
     for process in processes:
@@ -115,7 +104,7 @@ def test_a_value_that_was_moved_to_another_key_is_refused(store):
 def test_a_store_that_was_written_to_stops_a_group_with_its_name(store):
     store.set("g/2/0/1", b"not sealed")
     with pytest.raises((Tampered, PeerLost), match="does not bear the job's seal"):
-        make_group(SealedStore(store, SECRET), "g/2", 0, 2, CPU, 5.0, SECRET)
+        make_group(SealedStore(store, SECRET), "g/2", 0, 2, group_member.CPU, 5.0, SECRET)
 
 
 # Of TCPStoreLibUvBackend (torch/csrc/distributed/c10d/TCPStoreBackend.hpp): one byte names the
