@@ -61,7 +61,8 @@ def test_seats_live_and_die_with_the_nodes_of_the_cluster(nodes, pool, until):
     nodes.kill(nodes.of(lost))
     until(lambda: OTHER not in pool.alive, "the loss of a node")
     assert pool.alive == {FIRST, SECOND}
-    with pytest.raises(SeatDead, match=r"Ray has (lost the node of|no node for) node1"):
+    # Ray may not have missed the node yet: then the new seat ends while it starts.
+    with pytest.raises(SeatDead, match=r"seat node1:0 ended .* during start"):
         pool.start([OTHER])
     nodes.add()
     until(lambda: pool.returned == {OTHER}, "the seat on the new node")

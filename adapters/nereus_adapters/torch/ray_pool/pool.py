@@ -149,7 +149,10 @@ class RayPool(SeatLine[ActorChannel]):
             if self._nodes.placed().get(device.node) != channel.node_id:
                 channel.kill()
                 raise SeatDead(device, None, f"start: Ray has lost the node of {device.node}")
-        pending.wait(0.0)
+        try:
+            pending.wait(0.0)
+        except SeatDead as error:  # on a node that is gone and that Ray has not missed yet, too
+            raise SeatDead(device, None, f"start on Ray node {channel.node_id}") from error
 
     def _spawn(self, device: Device) -> ActorChannel:
         node_id = self._nodes.placed().get(device.node)
