@@ -158,7 +158,7 @@ class RolloutAdapter:
         running = self._running
         moved, kept = primitive_bytes(op, units, running.job)
         enter(Phase.PREPARE)
-        running.settled(ended(op))
+        running.rebuilds.settled(ended(op))
         if isinstance(op, Destroy):
             self._destroy(op, units[op.unit], enter)
             return Done(0, 0)
@@ -176,7 +176,7 @@ class RolloutAdapter:
         found = {u: running.version_of(u) for u in sources(op)}
         if isinstance(op, Extend):
             version = max(found.values())
-            running.ensure(version)
+            running.supply.ensure(version)
             return version
         if len(set(found.values())) > 1:
             raise Diverged(sources(op), "the version of their weights", op)
@@ -188,7 +188,7 @@ class RolloutAdapter:
         try:
             engine = running.build(op.unit)
             enter(Phase.TRANSFER)
-            running.load(engine, version)
+            running.supply.load(engine, version)
             enter(Phase.VERIFY)  # the engine has checked every cell's digest
             enter(Phase.COMMIT)
             self._require_alive(op.unit)
@@ -197,7 +197,7 @@ class RolloutAdapter:
                 engine.close()
             self._raise_lost(op, error)
             raise
-        running.admit(op.unit, engine)
+        running.exchange((), {op.unit: engine})
         enter(Phase.RELEASE)
 
     def _destroy(self, op: Destroy, unit: Unit, enter: Enter) -> None:
@@ -206,7 +206,7 @@ class RolloutAdapter:
             enter(phase)
         if op.park:
             running.park(unit)
-        running.dismiss(op.unit)
+        running.exchange([op.unit], {})
         enter(Phase.RELEASE)
 
     def _swap(self, op: Split | Merge, old: tuple[Unit, ...], version: int, enter: Enter) -> None:
@@ -216,15 +216,14 @@ class RolloutAdapter:
         try:
             enter(Phase.TRANSFER)
             enter(Phase.VERIFY)
-            check(running.store.get(version))
+            check(running.supply.store.get(version))
             enter(Phase.COMMIT)
             for unit in (*old, *new):
                 self._require_alive(unit)
         except BaseException as error:
             self._raise_lost(op, error)
             raise
-        for unit in old:
-            running.dismiss(unit.id)
+        running.exchange([unit.id for unit in old], {})
         engines: dict[UnitId, Engine] = {}
         try:
             self._begin(new, version, engines)
@@ -234,8 +233,7 @@ class RolloutAdapter:
             self._back(old, version, engines)
             self._raise_lost(op, error)
             raise
-        for unit in new:
-            running.admit(unit, engines[unit.id])
+        running.exchange((), {unit: engines[unit.id] for unit in new})
         enter(Phase.RELEASE)
 
     def _begin(self, units: tuple[Unit, ...], version: int, into: dict[UnitId, Engine]) -> None:
@@ -243,7 +241,7 @@ class RolloutAdapter:
 
         def begin(unit: Unit) -> None:
             into[unit.id] = self._running.build(unit)
-            self._running.load(into[unit.id], version)
+            self._running.supply.load(into[unit.id], version)
 
         raise_first(together([lambda unit=unit: begin(unit) for unit in units]))  # type: ignore[misc]
 
@@ -255,8 +253,7 @@ class RolloutAdapter:
         intact = tuple(u for u in old if failed.isdisjoint(u.devices))
         engines: dict[UnitId, Engine] = {}
         self._begin(intact, version, engines)
-        for unit in intact:
-            self._running.admit(unit, engines[unit.id])
+        self._running.exchange((), {unit: engines[unit.id] for unit in intact})
 
     def _require_alive(self, unit: Unit) -> None:
         failed = self._running.job.cluster.failed
@@ -286,7 +283,7 @@ def check(published: Published) -> None:
     try:
         for piece in published.pieces:
             if piece.segment not in segments:
-                segments[piece.segment] = Segment.open(piece.segment)
+                segments[piece.segment] = Segment(piece.segment)
             with segments[piece.segment].view(piece.offset, piece.num_bytes) as content:
                 piece.check(content, published.version)
     finally:

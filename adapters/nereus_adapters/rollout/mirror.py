@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nereus_adapters.rollout.segment import Segment
-from nereus_adapters.rollout.weights import Piece, Published
+from nereus_adapters.rollout.segment import Segment, reserve
+from nereus_adapters.rollout.weights import Piece, Published, padded
 from nereus_core.errors import WaitTimeout
 from nereus_core.layout import Layout
 
@@ -108,21 +108,21 @@ class Party:
             return "a party that others have given up waiting for"
         return ", ".join(late)
 
-    def exchange(self, listed: Iterable[Shipment], segment: str) -> tuple[Piece, ...]:
-        """Do this party's shipments; return the pieces it received, in its new segment.
+    def exchange(self, listed: Iterable[Shipment]) -> tuple[Piece, ...]:
+        """Do this party's shipments; return the pieces it received, in a new segment of its own.
 
         Args:
             listed: all shipments, in any order; the same for all parties.
-            segment: name of the segment to be made for what arrives.
 
         Raises:
             WaitTimeout: a peer did not send or take its part; names it.
         """
         ordered = sorted(listed, key=lambda s: (s.source, s.target))
         coming = [piece for s in ordered if s.target == self.name for piece in s.pieces]
-        starts = accumulate((_padded(piece.num_bytes) for piece in coming), initial=0)
+        segment = reserve(sum(padded(p.num_bytes) for p in coming)) if coming else ""
+        starts = accumulate((padded(piece.num_bytes) for piece in coming), initial=0)
         made = [replace(p, segment=segment, offset=o) for p, o in zip(coming, starts, strict=False)]
-        here = Segment.create(segment, sum(_padded(p.num_bytes) for p in coming)) if made else None
+        here = Segment(segment, writable=True) if made else None
         received = iter(made)
         for shipment in ordered:
             if shipment.source == self.name:
@@ -138,7 +138,7 @@ class Party:
         opened: dict[str, Segment] = {}
         for piece in shipment.pieces:
             if piece.segment not in opened:
-                opened[piece.segment] = Segment.open(piece.segment)
+                opened[piece.segment] = Segment(piece.segment)
             content = torch.frombuffer(
                 opened[piece.segment].view(piece.offset, piece.num_bytes), dtype=torch.uint8
             )
@@ -172,7 +172,3 @@ class Party:
     def close(self) -> None:
         """Leave the group."""
         del self._group, self._store
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64

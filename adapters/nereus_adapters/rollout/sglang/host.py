@@ -38,6 +38,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils.common import MultiprocessingSerializer
 
+from nereus_adapters.rollout.resident import resident_bytes
 from nereus_adapters.rollout.sglang.calls import Outcome, outcome_file
 from nereus_adapters.rollout.sglang.loading import CALL, DIGESTS, run_rank
 from nereus_adapters.rollout.sglang.meter import Meter
@@ -105,9 +106,9 @@ def serve(connection: Connection, lease: dict[str, Any]) -> None:
     """
     os.environ.update(lease["environment"])
     tempfile.tempdir = None  # was settled before TMPDIR was set
-    started_s = time.perf_counter()
+    started_s, base_bytes = time.perf_counter(), resident_bytes()
     engine = _ForkingEngine(**lease["arguments"])
-    host = Host(engine, connection)
+    host = Host(engine, connection, base_bytes)
     pids = list(engine.get_all_child_pids())
     connection.send(("ready", pids, time.perf_counter() - started_s))
     engine.loop.run_until_complete(host.run(pids))
@@ -116,10 +117,10 @@ def serve(connection: Connection, lease: dict[str, Any]) -> None:
 class Host:
     """Does what the driver asks, several requests at once, on the engine's event loop."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, connection: Connection, base_bytes: int) -> None:
         self._engine, self._connection = engine, connection
         self._manager = engine.tokenizer_manager
-        self._meter = Meter(engine)
+        self._meter = Meter(engine, base_bytes)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()

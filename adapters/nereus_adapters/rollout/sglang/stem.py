@@ -1,9 +1,9 @@
 """Stem: a process that has imported sglang and forks engine processes on request.
 
-Run as ``python -m nereus_adapters.rollout.sglang.stem FD``, where FD is one end of a socket pair;
-nobody else can reach it. It says ``ready``; then every message is a lease: JSON with the engine's
-settings and, as file descriptor, the engine's end of its own socket pair. It answers each with the
-process id. It ends, with all engines, when its driver does.
+Run as ``python -m nereus_adapters.rollout.sglang.stem FD FOLDER``, where FD is one end of a socket
+pair; nobody else can reach it. It says ``ready``; then every message is a lease: JSON with the
+engine's settings and, as file descriptor, the engine's end of its own socket pair. It answers each
+with the process id. It ends, with all engines, when its driver does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -32,8 +33,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): orphans below this process become its children."""
 
 
-def main(descriptor: int) -> None:
-    """Serve leases until the driver is gone."""
+def main(descriptor: int, folder: Path) -> None:
+    """Serve leases until the driver is gone, then clear away, the pool's folder too."""
     control = socket.socket(fileno=descriptor)
     _import_engine()
     gc.freeze()  # pages of what is imported stay shared: no collection touches them in a child
@@ -72,8 +73,9 @@ def main(descriptor: int) -> None:
     for pid in engines:
         signalled(pid)
     list(_reaped(0))
-    for pid, folder in engines.items():
-        end_group(pid, folder, ranks[pid])
+    for pid, own in engines.items():
+        end_group(pid, own, ranks[pid])
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reaped(options: int) -> Iterator[int]:
@@ -114,4 +116,4 @@ def _be_engine(descriptor: int, lease: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nereus_adapters.rollout.ports import EngineError
-from nereus_adapters.rollout.segment import FOLDER, remove
 from nereus_adapters.rollout.vllm.engine import VllmEngine
 from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool
 from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, CPU_ENV, SEAT_ENV, VllmSettings
+from nereus_adapters.rollout.vllm.shared import SHARED_MEMORY
 from nereus_core.cluster import Device
 from nereus_core.errors import SeatDead, WaitTimeout
 from nereus_core.layout import Layout, layer_ranges
@@ -48,7 +48,6 @@ class VllmFactory:
         self._owns_pool = pool is None
         self.pool = pool or SeatPool(accelerator, env)
         self._ports: dict[str, int] = {}
-        self._shared: dict[str, set[str]] = {}
         self._base_bytes: dict[Device, int] = {}
         self.recycled = 0
         """Seats that were replaced because they had grown."""
@@ -57,6 +56,11 @@ class VllmFactory:
     def healthy(self) -> frozenset[Device]:
         """Devices whose seats answer, or that have not needed one yet."""
         return frozenset(self._devices)
+
+    @property
+    def beside(self) -> bool:
+        """Whether an engine may be put on a device where another still is: a seat has one rank."""
+        return False
 
     def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> VllmEngine:
         """Start an engine: its first device leads, the others follow."""
@@ -83,8 +87,8 @@ class VllmFactory:
             engine.broken(str(error))
             engine.close()
             raise EngineError(name, "start", str(error)) from error
-        if leased and layout.num_devices > 1:
-            self._shared[name] = {n for names in engine.rpc("nereus_shared") for n in names}
+        if layout.num_devices > 1:
+            engine.rpc("nereus_unlink_shared")
         return engine
 
     def _arguments(
@@ -134,7 +138,6 @@ class VllmFactory:
                 if seat.alive:
                     seat.kill()
         _sweep(self._ports.pop(engine.name, None))
-        remove(self._shared.pop(engine.name, ()))
         if clean and self._settings.executor == "seats":
             self._recycle(engine.devices)
 
@@ -167,9 +170,9 @@ def free_port() -> int:
 
 
 def _sweep(port: int | None) -> None:
-    """Remove shared memory that vLLM's CPU groups of one engine left: they carry its port."""
+    """Remove shared memory of CPU groups of an engine that failed early: they carry its port."""
     if port is None:
         return
-    for path in FOLDER.iterdir():
+    for path in SHARED_MEMORY.iterdir():
         if path.name.startswith(f"{port}-") and "cpushm" in path.name:
             path.unlink(missing_ok=True)

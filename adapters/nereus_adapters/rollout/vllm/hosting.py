@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +14,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from nereus_adapters.rollout.segment import FOLDER, PREFIX
+from nereus_adapters.rollout.resident import take_peak_bytes
+from nereus_adapters.rollout.vllm import lease
 from nereus_adapters.rollout.vllm.executor import LeasedExecutor
+from nereus_adapters.rollout.vllm.shared import unlink_mapped
 from nereus_adapters.rollout.vllm.transfer import BACKEND, check_cells
 from nereus_adapters.rollout.vllm.values import Drawn, Seen
 from nereus_adapters.rollout.weights import Manifest
@@ -197,14 +197,14 @@ class Extension:
         """Check this rank's cells."""
         check_cells(manifest.ranks[self.rank], manifest.version)
 
-    def nereus_shared(self) -> list[str]:
-        """Return the shared memory that this rank's process has mapped, weights left out."""
-        lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
-        paths = {Path(line.split(maxsplit=5)[5]) for line in lines if str(FOLDER) in line}
-        return sorted(p.name for p in paths if p.exists() and not p.name.startswith(PREFIX))
+    def nereus_unlink_shared(self) -> None:
+        """Remove the names of the shared memory of this rank; all ranks have mapped theirs."""
+        unlink_mapped()
 
     def nereus_peak_bytes(self) -> int:
-        """Return the most memory this rank's device has used: on a CPU, of the process."""
+        """Return the most memory used since the last call: on a CPU, beyond the process's own."""
         if torch.cuda.is_available():
-            return int(torch.cuda.max_memory_allocated())
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak = int(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            return peak
+        return max(0, take_peak_bytes() - lease.base_bytes)

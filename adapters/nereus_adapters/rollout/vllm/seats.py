@@ -151,7 +151,7 @@ class SeatPool:
         self._start_s = start_s
         self.secret = secrets.token_bytes(32)
         self.folder = Path(tempfile.mkdtemp(prefix="nereus-seats-"))
-        boot = Boot(self.secret.hex(), os.getpid(), accelerator)
+        boot = Boot(self.secret.hex(), os.getpid(), accelerator, str(self.folder))
         self._stem = Stem(boot, env, self.folder / "stem.log", start_s)
         self._lock = threading.Lock()
         self._seats: dict[Device, SeatProcess] = {}

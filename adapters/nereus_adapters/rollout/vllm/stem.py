@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import sys
 from typing import BinaryIO
@@ -44,6 +45,7 @@ def main() -> None:
         try:
             fork: Fork = pickle.load(calls)
         except EOFError:
+            shutil.rmtree(boot.folder, ignore_errors=True)
             return
         child = os.fork()
         if child == 0:

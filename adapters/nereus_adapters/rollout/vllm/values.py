@@ -24,6 +24,8 @@ class Boot:
     """Process id; seats end when it has."""
     accelerator: str
     """``cpu`` or ``cuda``."""
+    folder: str
+    """Of the pool: sockets and logs; the stem removes it should the driver not have done it."""
 
 
 @dataclass(frozen=True, slots=True)
