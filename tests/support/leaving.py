@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,15 +13,19 @@ import cycles
 DRIVER = Path(__file__).with_name("leaving_driver.py")
 
 
-def require_nothing_left(engine, how, folder):
+def require_nothing_left(engine, how):
     """Start a driver, kill it, and require that processes, shared memory and files go.
 
     Args:
-        engine: ``vllm`` or ``sglang``.
+        engine: ``vllm``, ``async`` (vLLM's AsyncLLM) or ``sglang``.
         how: a signal for the driver alone, or ``group``: SIGTERM to its whole process group, as
             a terminal that closes or `timeout` ends a job.
-        folder: for its temporary files.
     """
+    with tempfile.TemporaryDirectory(prefix="leaving-") as folder:  # short: sockets lie in it
+        _require_nothing_left(engine, how, Path(folder))
+
+
+def _require_nothing_left(engine, how, folder):
     driver = subprocess.Popen(
         [sys.executable, str(DRIVER), engine],
         stdin=subprocess.PIPE,
@@ -46,7 +51,7 @@ def require_nothing_left(engine, how, folder):
         driver.kill()
         driver.communicate(timeout=30)
     assert not [path for path in mapped if path.exists()]
-    assert not [path for path in Path(folder).iterdir() if path.name.startswith("nereus-")]
+    assert not [path for path in folder.iterdir() if path.name.startswith("nereus-")]
 
 
 def _runs(pid):

@@ -1,4 +1,4 @@
-"""A driver with an engine of two ranks that serves: ``leaving_driver.py vllm|sglang``.
+"""A driver with an engine of two ranks that serves: ``leaving_driver.py vllm|async|sglang``.
 
 It writes ``ready`` once the engine has given tokens, and then waits to be killed.
 """
@@ -15,7 +15,7 @@ DEVICES = (Device("node0", 0), Device("node0", 1))
 TP2 = Layout(2, 1)
 
 
-def on_vllm():
+def on_vllm(front="step"):
     from vllm_cases import Weights
 
     from nereus_adapters.rollout.vllm.harness import CpuFactory, settings, write_model
@@ -23,7 +23,12 @@ def on_vllm():
 
     folder = write_model(Path(tempfile.mkdtemp(prefix="model-")))
     spec = ModelSpec.from_hf_config(folder, name="actor")
-    return CpuFactory(settings(folder), spec, DEVICES), Weights(folder, spec, seed=3).publish(1)
+    factory = CpuFactory(settings(folder, front=front), spec, DEVICES)
+    return factory, Weights(folder, spec, seed=3).publish(1)
+
+
+def on_async():
+    return on_vllm("async")
 
 
 def on_sglang():
@@ -35,7 +40,7 @@ def on_sglang():
 
 
 def main():
-    factory, published = {"vllm": on_vllm, "sglang": on_sglang}[sys.argv[1]]()
+    factory, published = {"vllm": on_vllm, "async": on_async, "sglang": on_sglang}[sys.argv[1]]()
     engine = factory.create("leaving", TP2, DEVICES)
     engine.update_weights(published.version, published.manifest(TP2))
     engine.submit(Prompt("p", (1, 5, 9), Sampling(4, temperature=0.0))).result(60)

@@ -9,5 +9,5 @@ pytestmark = pytest.mark.real
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, "group"], ids=str)
-def test_a_driver_that_is_killed_leaves_nothing(tmp_path, how):
-    leaving.require_nothing_left("sglang", how, tmp_path)
+def test_a_driver_that_is_killed_leaves_nothing(how):
+    leaving.require_nothing_left("sglang", how)

@@ -34,6 +34,13 @@ def factory(folder, spec):
 
 
 @pytest.fixture(scope="session")
+def fronts(factory, folder, spec):
+    """Engines on the same seats: stepped by the seat that leads, or by an AsyncLLM."""
+    other = CpuFactory(settings(folder, front="async"), spec, DEVICES, pool=factory.pool)
+    return {"step": factory, "async": other}
+
+
+@pytest.fixture(scope="session")
 def _launcher(factory):
     """Launches jobs with a trainer on the session's seats, and two more."""
     made = new_harness(factory.pool)

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.real
 FIRST, SECOND = UnitId(ACTOR_GENERATE, 0), UnitId(ACTOR_GENERATE, 1)
 
 
-@pytest.fixture
-def pair(start, weights):
+@pytest.fixture(params=["step", "async"])
+def pair(request, start, weights, fronts):
     """Two engines of one version in a fleet."""
     published = weights.publish(1)
     fleet = Fleet(wait_s=60)
     for unit, device in zip((FIRST, SECOND), DEVICES, strict=True):
-        fleet.add(unit, start(ONE, (device,), published))
+        fleet.add(unit, start(ONE, (device,), published, fronts[request.param]))
     fleet.route([FIRST, SECOND])
     fleet.serve_version(1)
     return fleet

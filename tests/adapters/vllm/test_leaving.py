@@ -9,5 +9,9 @@ pytestmark = pytest.mark.real
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, "group"], ids=str)
-def test_a_driver_that_is_killed_leaves_nothing(tmp_path, how):
-    leaving.require_nothing_left("vllm", how, tmp_path)
+def test_a_driver_that_is_killed_leaves_nothing(how):
+    leaving.require_nothing_left("vllm", how)
+
+
+def test_nor_does_one_with_an_async_front():
+    leaving.require_nothing_left("async", signal.SIGKILL)

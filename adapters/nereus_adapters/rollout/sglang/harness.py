@@ -13,7 +13,7 @@ from typing import Any
 
 from nereus_adapters.rollout.harness import RolloutHarness
 from nereus_adapters.rollout.ports import Engine
-from nereus_adapters.rollout.sglang import CAPABILITIES, NAME
+from nereus_adapters.rollout.sglang import HOOKS
 from nereus_adapters.rollout.sglang.calls import Call
 from nereus_adapters.rollout.sglang.engine import SglangEngine
 from nereus_adapters.rollout.sglang.factory import SglangEngines
@@ -109,4 +109,6 @@ def new_harness(pool: StemPool | None = None) -> RolloutHarness:
     folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-harness-")
     (Path(folder.name) / "config.json").write_text(json.dumps(dict(TINY)), encoding="utf-8")
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
-    return RolloutHarness(NAME, CAPABILITIES, folder, cluster, _Behind(Engines(cluster, pool)))
+    return RolloutHarness(
+        HOOKS.name, HOOKS.capabilities, folder, cluster, _Behind(Engines(cluster, pool))
+    )

@@ -9,7 +9,6 @@ with the process id. It ends, with all engines, when its driver does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -23,14 +22,11 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from nereus_adapters.rollout.prctl import adopt_orphans, end_with_parent
 from nereus_adapters.rollout.sglang.leftovers import end_group, members, signalled
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Far above the JSON of any engine's settings; chosen, not measured."""
-_PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal this process gets when its parent dies."""
-_PR_SET_CHILD_SUBREAPER = 36
-"""prctl(2): orphans below this process become its children."""
 
 
 def main(descriptor: int, folder: Path) -> None:
@@ -40,7 +36,7 @@ def main(descriptor: int, folder: Path) -> None:
     gc.freeze()  # pages of what is imported stay shared: no collection touches them in a child
     # Ranks whose engine process was killed become children of this one, which reaps them: a group
     # is empty as soon as its processes have ended, whatever process 1 does on this machine.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
@@ -85,11 +81,6 @@ def _reaped(options: int) -> Iterator[int]:
             yield pid
 
 
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl {option}")
-
-
 def _import_engine() -> None:
     """Import what engine, scheduler and models are made of."""
     import sglang.srt.entrypoints.engine
@@ -104,7 +95,7 @@ def _be_engine(descriptor: int, lease: dict[str, object]) -> None:
     code = 1
     try:
         os.setsid()  # its own process group: all of an engine can be ended by one id
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         from nereus_adapters.rollout.sglang.host import serve
 
         serve(Connection(descriptor), lease)

@@ -13,7 +13,7 @@ from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool
 from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, CPU_ENV, SEAT_ENV, VllmSettings
 from nereus_adapters.rollout.vllm.shared import SHARED_MEMORY
 from nereus_core.cluster import Device
-from nereus_core.errors import SeatDead, WaitTimeout
+from nereus_core.errors import ConfigError, SeatDead, WaitTimeout
 from nereus_core.layout import Layout, layer_ranges
 from nereus_core.model import ModelSpec
 
@@ -30,6 +30,9 @@ class VllmFactory:
         accelerator: what devices are.
         recycle_bytes: a seat that has grown by more is replaced between two engines; None: never.
         pool: seats of somebody else, who closes them.
+
+    Raises:
+        ConfigError: the settings do not go together.
     """
 
     def __init__(
@@ -42,6 +45,9 @@ class VllmFactory:
         recycle_bytes: int | None = None,
         pool: SeatPool | None = None,
     ) -> None:
+        if settings.front == "async" and settings.executor != "seats":
+            what = f"is for seats; vLLM's own {settings.executor!r} executor is stepped by its seat"
+            raise ConfigError("front", f"'async' {what}")
         self._settings, self._model, self._devices = settings, model, devices
         self._recycle_bytes = recycle_bytes
         env = {**SEAT_ENV, **(CPU_ENV if accelerator == "cpu" else {})}
@@ -66,6 +72,7 @@ class VllmFactory:
         """Start an engine: its first device leads, the others follow."""
         settings = self._settings
         leased = settings.executor == "seats"
+        fronted = settings.front == "async"
         mine = devices if leased else devices[:1]
         if not leased and devices[0] in self.pool.alive:
             self.pool.renew(devices[0])  # a stock engine starts in a process of its own
@@ -79,10 +86,11 @@ class VllmFactory:
             runs = layer_ranges(self._model.num_layers, layout.pp)
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(run)) for run in runs)
         args = self._arguments(layout, devices, port, env)
-        engine = VllmEngine(name, layout, devices, seats, settings, self._closed)
+        lead = self.pool.front(devices[0]) if fronted else seats[0]
+        engine = VllmEngine(name, layout, devices, lead, seats, settings, self._closed)
         self._ports[name] = port
         try:
-            seats[0].call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
+            lead.call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
         except (SeatDead, SeatError, WaitTimeout) as error:
             engine.broken(str(error))
             engine.close()
@@ -117,9 +125,10 @@ class VllmFactory:
             "seed": 0,
         }
         if settings.executor == "seats":
+            followers = devices if settings.front == "async" else devices[1:]
             args["additional_config"] = {
                 "nereus": {
-                    "followers": [(f"seat {d}", self.pool.address(d)) for d in devices[1:]],
+                    "followers": [(f"seat {d}", self.pool.address(d)) for d in followers],
                     "local_ranks": [d.index for d in devices],
                     "host": "127.0.0.1",
                     "port": port,
@@ -133,10 +142,11 @@ class VllmFactory:
 
     def _closed(self, engine: VllmEngine, clean: bool) -> None:
         """Take an engine's seats back: those that may be stuck are replaced."""
-        if not clean:
-            for seat in engine.seats:
-                if seat.alive:
-                    seat.kill()
+        for process in engine.processes:
+            if process.alive and not clean:
+                process.kill()
+        if clean and self._settings.front == "async":
+            engine.processes[0].close()
         _sweep(self._ports.pop(engine.name, None))
         if clean and self._settings.executor == "seats":
             self._recycle(engine.devices)

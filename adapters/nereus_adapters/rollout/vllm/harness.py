@@ -14,7 +14,7 @@ from typing import Any
 from nereus_adapters.rollout.harness import RolloutHarness
 from nereus_adapters.rollout.ports import Engine
 from nereus_adapters.rollout.trainer import Part
-from nereus_adapters.rollout.vllm import CAPABILITIES, NAME
+from nereus_adapters.rollout.vllm import HOOKS
 from nereus_adapters.rollout.vllm.engine import VllmEngine
 from nereus_adapters.rollout.vllm.factory import VllmFactory
 from nereus_adapters.rollout.vllm.seats import SeatPool
@@ -112,7 +112,7 @@ def new_harness(pool: SeatPool | None = None) -> RolloutHarness:
     factory = CpuFactory(settings(model), spec, cluster.devices, pool=pool)
     factory.pool.start(cluster.devices)
     behind = Behind(factory)
-    return RolloutHarness(NAME, CAPABILITIES, folder, cluster, behind, wait_s=_WAIT_S)
+    return RolloutHarness(HOOKS.name, HOOKS.capabilities, folder, cluster, behind, wait_s=_WAIT_S)
 
 
 def write_model(folder: Path, config: Mapping[str, object] = TINY) -> Path:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from nereus_adapters.rollout.vllm.hosting import Extension
+from nereus_adapters.rollout.vllm.extension import Extension
 
 Part = tuple[tuple[int, ...], NDArray[np.float32]]
 

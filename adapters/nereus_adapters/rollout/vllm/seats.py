@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from nereus_adapters.rollout.vllm.forking import END_S, Forked, Stem
-from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Drawn, Fork, Reply
+from nereus_adapters.rollout.vllm.values import BROKEN, DRIVER, Boot, Call, Drawn, Fork, Reply
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
-
-_BROKEN = -2
-"""Id of the reply with which a seat says that a step of its engine failed."""
 
 
 class SeatError(NereusError):
@@ -116,7 +113,7 @@ class SeatProcess:
                 break
             if isinstance(message, list):
                 self.on_drawn(message)
-            elif message.id == _BROKEN:
+            elif message.id == BROKEN:
                 self.on_broken(message.error)
             else:
                 with self._lock:
@@ -197,6 +194,10 @@ class SeatPool:
             seat.close()
         self.start([device])
 
+    def front(self, device: Device) -> SeatProcess:
+        """Start the front of an engine, named after its first device; whoever asks ends it."""
+        return self._started(device, front=True)
+
     def kill(self, device: Device) -> None:
         """End a seat's process at once."""
         with self._lock:
@@ -216,11 +217,11 @@ class SeatPool:
         self._stem.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _started(self, device: Device) -> SeatProcess:
+    def _started(self, device: Device, *, front: bool = False) -> SeatProcess:
         name = str(next(self._count))
         address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
         deadline = time.monotonic() + self._start_s
-        process = self._stem.fork(Fork(str(address), str(log)))
+        process = self._stem.fork(Fork(str(address), str(log), front))
         while (connection := self._connected(address)) is None:
             if process.ended(0.005):
                 error = SeatDead(device, None, "its start")
@@ -234,7 +235,8 @@ class SeatPool:
             process.kill()
             raise WaitTimeout(f"seat {device} to greet its driver", self._start_s)
         connection.recv()
-        self._addresses[device] = str(address)
+        if not front:
+            self._addresses[device] = str(address)
         return SeatProcess(device, process, connection)
 
     def _connected(self, address: Path) -> Connection | None:

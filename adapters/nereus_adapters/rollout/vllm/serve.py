@@ -26,7 +26,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from nereus_adapters.rollout.resident import resident_bytes
 from nereus_adapters.rollout.vllm import executor, hosting, lease
 from nereus_adapters.rollout.vllm.shared import allow_unlinked, unlink_mapped
-from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Fork, Reply
+from nereus_adapters.rollout.vllm.values import BROKEN, DRIVER, Boot, Call, Fork, Reply
 
 _HELLO_S = 10.0
 """Longest that a peer takes to say who it is. Chosen, not measured."""
@@ -125,7 +125,7 @@ class Seat:
         try:
             drawn = self._engine.step()
         except BaseException as error:
-            self._driver.send(Reply(-2, None, _last_line(error), traceback.format_exc()))
+            self._driver.send(Reply(BROKEN, None, _last_line(error), traceback.format_exc()))
             self._stop()
             return
         if drawn:
