@@ -114,6 +114,7 @@ def factory(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) ->
         kv_cache_bytes=section.kv_cache_bytes,
         eager=section.eager,
         executor=section.executor,
+        front=section.front,
     )
     return VllmFactory(
         settings,

@@ -47,7 +47,7 @@ class VllmFactory:
     ) -> None:
         if settings.front == "async" and settings.executor != "seats":
             what = f"is for seats; vLLM's own {settings.executor!r} executor is stepped by its seat"
-            raise ConfigError("front", f"'async' {what}")
+            raise ConfigError("backend.vllm.front", f"'async' {what}")
         self._settings, self._model, self._devices = settings, model, devices
         self._recycle_bytes = recycle_bytes
         env = {**SEAT_ENV, **(CPU_ENV if accelerator == "cpu" else {})}
