@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nereus_adapters.rollout.assembling import Part
 from nereus_adapters.rollout.harness import RolloutHarness
 from nereus_adapters.rollout.ports import Engine
 from nereus_adapters.rollout.sglang import HOOKS
@@ -19,7 +20,6 @@ from nereus_adapters.rollout.sglang.engine import SglangEngine
 from nereus_adapters.rollout.sglang.factory import SglangEngines
 from nereus_adapters.rollout.sglang.peeking import parameter_bytes, parts
 from nereus_adapters.rollout.sglang.pool import StemPool
-from nereus_adapters.rollout.trainer import Part
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.layout import Layout

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nereus_adapters.rollout.assembling import Part
 from nereus_adapters.rollout.harness import RolloutHarness
 from nereus_adapters.rollout.ports import Engine
-from nereus_adapters.rollout.trainer import Part
 from nereus_adapters.rollout.vllm import HOOKS
 from nereus_adapters.rollout.vllm.engine import VllmEngine
 from nereus_adapters.rollout.vllm.factory import VllmFactory
