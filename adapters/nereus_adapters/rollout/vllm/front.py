@@ -28,7 +28,10 @@ from nereus_adapters.rollout.vllm.meter import Meter
 from nereus_adapters.rollout.vllm.transfer import BACKEND
 from nereus_adapters.rollout.vllm.values import BROKEN, Boot, Call, Drawn, Fork, Reply, Seen
 from nereus_adapters.rollout.weights import Manifest
+from nereus_core.errors import WaitTimeout
 
+_END_S = 30.0
+"""An abort takes far less; chosen, not measured."""
 _LOOK_S = 0.1
 """How often to look whether the engine core is there; chosen, not measured."""
 
@@ -135,8 +138,10 @@ class Front:
     async def do_interrupt(self, ids: list[str]) -> None:
         """Drop requests; what was drawn of them has been sent when this returns."""
         await self._llm.abort(ids)
-        if left := [self._responses[name] for name in ids if name in self._responses]:
-            await asyncio.wait(left)  # each gets its last output from the abort
+        # Each gets its last output from the abort.
+        left = {name: self._responses[name] for name in ids if name in self._responses}
+        if left and (await asyncio.wait(left.values(), timeout=_END_S))[1]:
+            raise WaitTimeout(f"the end of {', '.join(left)}, which were aborted", _END_S)
 
     async def do_check(self, manifest: Manifest) -> None:
         """Check weights before they are loaded."""
