@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from nereus_adapters.rollout.ports import EngineError
 from nereus_adapters.rollout.vllm.engine import VllmEngine
-from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool
+from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
 from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, CPU_ENV, SEAT_ENV, VllmSettings
 from nereus_adapters.rollout.vllm.shared import SHARED_MEMORY
 from nereus_core.cluster import Device
@@ -142,14 +142,23 @@ class VllmFactory:
 
     def _closed(self, engine: VllmEngine, clean: bool) -> None:
         """Take an engine's seats back: those that may be stuck are replaced."""
+        fronted = self._settings.front == "async"
         for process in engine.processes:
-            if process.alive and not clean:
+            if process.alive and not (clean and self._released(process, fronted)):
                 process.kill()
-        if clean and self._settings.front == "async":
-            engine.processes[0].close()
         _sweep(self._ports.pop(engine.name, None))
         if clean and self._settings.executor == "seats":
             self._recycle(engine.devices)
+
+    def _released(self, process: SeatProcess, fronted: bool) -> bool:
+        """Wait until a seat has freed its rank; the leading seat had when it answered."""
+        if not fronted or process not in self.pool:
+            return not fronted  # a front ends with its engine
+        try:
+            process.call("released", self._settings.call_s)
+        except (SeatDead, SeatError, WaitTimeout):
+            return False
+        return True
 
     def _recycle(self, devices: tuple[Device, ...]) -> None:
         """Replace seats that have grown by more than `recycle_bytes` since their first engine."""

@@ -31,7 +31,7 @@ from nereus_adapters.rollout.weights import Manifest
 from nereus_core.errors import WaitTimeout
 
 _END_S = 30.0
-"""An abort takes far less; chosen, not measured."""
+"""An abort takes far less, and so does the end of a core; chosen, not measured."""
 _LOOK_S = 0.1
 """How often to look whether the engine core is there; chosen, not measured."""
 
@@ -165,9 +165,9 @@ class Front:
         return await self._rpc(method, kwargs)
 
     async def do_stop(self) -> None:
-        """End the engine: its seats are free when this returns."""
+        """End the engine, its core included."""
         self._broken = True  # what ends now is meant to
-        self._llm.shutdown()
+        self._llm.shutdown(timeout=_END_S)
 
     async def _rpc(self, method: str, kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         content = pickle.dumps((method, dict(kwargs or {})))

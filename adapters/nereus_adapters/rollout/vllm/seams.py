@@ -27,7 +27,7 @@ SEAMS = (
     Seam(_ASYNC, "AsyncLLM.collective_rpc", ("method", "args")),
     Seam(_ASYNC, "AsyncLLM.errored"),
     Seam(_ASYNC, "AsyncLLM.reset_prefix_cache"),
-    Seam(_ASYNC, "AsyncLLM.shutdown"),
+    Seam(_ASYNC, "AsyncLLM.shutdown", ("timeout",)),
     Seam(_ASYNC, "AsyncLLM.update_weight_version", ("new_version",)),
     Seam("vllm.v1.engine.exceptions", "EngineDeadError"),
     Seam(

@@ -176,6 +176,11 @@ class SeatPool:
             raise SeatDead(device, None, "what it was to do")
         return seat
 
+    def __contains__(self, process: SeatProcess) -> bool:
+        """Whether a process is one of the seats."""
+        with self._lock:
+            return process in self._seats.values()
+
     def address(self, device: Device) -> str:
         """Return where a seat's leader connects."""
         return self._addresses[device]

@@ -162,6 +162,11 @@ class Seat:
         if hosted is not None:
             hosted.close()
 
+    def do_released(self) -> None:
+        """Return once this seat follows nobody: its leader has ended."""
+        while self._follower is not None:
+            self._follow(self._follower)
+
     def do_submit(self, requests: list[dict[str, Any]]) -> dict[str, str]:
         """Begin responses; returns those refused, with the reason."""
         refused = {}
