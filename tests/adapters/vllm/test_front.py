@@ -25,7 +25,7 @@ def core(engine):
     return psutil.Process(engine.processes[0].pid).children()[0]
 
 
-@pytest.mark.parametrize("layout", [ONE, TP2, PP2], ids=str)
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
 def test_greedy_tokens_equal_hugging_face_on_seats_that_stay(factory, begin, weights, layout):
     seats = {d: factory.pool.seat(d).pid for d in DEVICES}
     engine = begin(layout, weights.publish(1))
@@ -52,9 +52,8 @@ def test_greedy_tokens_equal_hugging_face_on_seats_that_stay(factory, begin, wei
     assert [factory.pool.seat(d).call("memory", 60)[1] for d in DEVICES] == [0, 0]
 
 
-@pytest.mark.parametrize("layout", [ONE, PP2], ids=str)
-def test_an_interrupted_response_goes_on_without_a_token_lost_or_repeated(begin, weights, layout):
-    engine = begin(layout, weights.publish(1))
+def test_an_interrupted_response_goes_on_without_a_token_lost_or_repeated(begin, weights):
+    engine = begin(ONE, weights.publish(1))
     asked = prompts(6, max_tokens=48)
     wanted = [weights.greedy(p.tokens, 48)[0] for p in asked]
     futures = [engine.submit(p) for p in asked]
@@ -77,20 +76,15 @@ def test_a_prompt_too_long_is_refused_and_the_others_go_on(begin, weights):
     assert len(good.result(60).tokens) == 24
 
 
-@pytest.mark.parametrize("who", ["front", "core", "seat"])
-def test_whatever_is_killed_loses_the_engine_and_no_token(factory, begin, weights, who):
+@pytest.mark.parametrize("who", ["front", "core"])
+def test_whatever_is_killed_loses_the_engine_and_no_token(begin, weights, who):
     published = weights.publish(1)
     engine = begin(TP2, published)
     asked = prompts(6, max_tokens=48)
     wanted = [weights.greedy(p.tokens, 48)[0] for p in asked]
     futures = [engine.submit(p) for p in asked]
     engine.submit(Prompt("soon done", (1, 5, 9), Sampling(2, temperature=0.0))).result(60)
-    victims = {
-        "front": engine.processes[0].pid,
-        "core": core(engine).pid,
-        "seat": factory.pool.seat(DEVICES[1]).pid,
-    }
-    os.kill(victims[who], signal.SIGKILL)
+    os.kill(engine.processes[0].pid if who == "front" else core(engine).pid, signal.SIGKILL)
     parts = [f.result(60) for f in futures]
     assert not engine.alive
     engine.close()
