@@ -65,9 +65,9 @@ class Swap:
         enter(Phase.COMMIT)
         for unit in (*self._old, *self._new):
             require(unit)
-        running.exchange([unit.id for unit in self._old], {})
         engines: dict[Unit, Engine] = {}
         try:
+            running.exchange([unit.id for unit in self._old], {})
             self._start(self._new, engines)
             for unit in self._new:
                 require(unit)

@@ -165,7 +165,10 @@ class VllmFactory:
         if self._recycle_bytes is None:
             return
         for device in devices:
-            resident, _ = self.pool.seat(device).call("memory", self._settings.call_s)
+            try:
+                resident, _ = self.pool.seat(device).call("memory", self._settings.call_s)
+            except (SeatDead, SeatError, WaitTimeout):
+                continue  # the next engine there is given another seat
             base = self._base_bytes.setdefault(device, resident)
             if resident - base > self._recycle_bytes:
                 del self._base_bytes[device]
