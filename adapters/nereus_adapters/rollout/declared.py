@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING
@@ -105,9 +106,11 @@ class EngineHooks:
         return RolloutAdapter(self.name, self.capabilities, handle, version)
 
     @hookimpl(optionalhook=True)
-    def nereus_conformance_harness(self, name: str, tier: str) -> RolloutHarness | None:
-        """Return the harness of the real tier: the engine on a CPU."""
+    def nereus_conformance_harness(
+        self, name: str, tier: str, options: Mapping[str, str]
+    ) -> RolloutHarness | None:
+        """Return the harness of the real tier: the engine on a CPU. Options are `new_harness`'s."""
         if name != self.name or tier != "real":
             return None
-        made: RolloutHarness = import_module(self.harness).new_harness()
+        made: RolloutHarness = import_module(self.harness).new_harness(**options)
         return made

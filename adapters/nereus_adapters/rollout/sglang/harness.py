@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nereus_adapters.rollout.assembling import Part
 from nereus_adapters.rollout.harness import RolloutHarness
@@ -51,9 +51,15 @@ _CALL_S = 60.0
 class Engines(SglangEngines):
     """Remembers which engines are on which device: two while one takes the place of another."""
 
-    def __init__(self, cluster: Cluster, pool: StemPool | None = None) -> None:
+    def __init__(self, cluster: Cluster, pool: StemPool | None, *, beside: bool) -> None:
         super().__init__(
-            TINY, cluster.devices, max_tokens=1024, max_running=16, wait_s=_CALL_S, pool=pool
+            TINY,
+            cluster.devices,
+            max_tokens=1024,
+            max_running=16,
+            wait_s=_CALL_S,
+            pool=pool,
+            beside=beside,
         )
         self._made: list[SglangEngine] = []
 
@@ -100,15 +106,22 @@ class _Behind:
                 os.kill(engine.pids[engine.devices.index(device)], number)
 
 
-def new_harness(pool: StemPool | None = None) -> RolloutHarness:
+def new_harness(
+    pool: StemPool | None = None, beside: Literal["yes", "no"] = "yes"
+) -> RolloutHarness:
     """Return a harness.
 
     Args:
         pool: of somebody else, who closes it.
+        beside: whether new engines may start while those whose place they take still serve.
     """
     folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-harness-")
     (Path(folder.name) / "config.json").write_text(json.dumps(dict(TINY)), encoding="utf-8")
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
     return RolloutHarness(
-        HOOKS.name, HOOKS.capabilities, folder, cluster, _Behind(Engines(cluster, pool))
+        HOOKS.name,
+        HOOKS.capabilities,
+        folder,
+        cluster,
+        _Behind(Engines(cluster, pool, beside=beside == "yes")),
     )

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nereus_adapters.rollout.assembling import Part
 from nereus_adapters.rollout.harness import RolloutHarness
@@ -99,17 +99,20 @@ class Behind:
         os.kill(self.factory.pool.seat(device).pid, signal.SIGSTOP)
 
 
-def new_harness(pool: SeatPool | None = None) -> RolloutHarness:
+def new_harness(
+    pool: SeatPool | None = None, front: Literal["step", "async"] = "step"
+) -> RolloutHarness:
     """Return a harness.
 
     Args:
         pool: seats of somebody else, who closes them.
+        front: who steps the schedulers.
     """
     folder = tempfile.TemporaryDirectory(prefix="nereus-vllm-harness-")
     model = write_model(Path(folder.name))
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
     spec = ModelSpec.from_hf_config(model, name="actor")
-    factory = CpuFactory(settings(model), spec, cluster.devices, pool=pool)
+    factory = CpuFactory(settings(model, front=front), spec, cluster.devices, pool=pool)
     factory.pool.start(cluster.devices)
     behind = Behind(factory)
     return RolloutHarness(HOOKS.name, HOOKS.capabilities, folder, cluster, behind, wait_s=_WAIT_S)
