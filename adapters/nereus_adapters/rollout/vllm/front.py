@@ -192,7 +192,7 @@ def serve(boot: Boot, fork: Fork) -> None:
         return
     try:
         meter = Meter()
-        llm = _started(boot, meter, **call.kwargs)
+        llm = _started(meter, **call.kwargs)
     except BaseException as error:
         driver.send(failed(call.id, error))
         return
@@ -201,10 +201,10 @@ def serve(boot: Boot, fork: Fork) -> None:
 
 
 def _started(
-    boot: Boot, meter: Meter, args: dict[str, Any], env: dict[str, str | None], secret: bytes
+    meter: Meter, args: dict[str, Any], env: dict[str, str | None], secret: bytes
 ) -> AsyncLLM:
     executor.secret = secret
-    lease.set_environment({**env, "VLLM_RPC_BASE_PATH": boot.folder})
+    lease.set_environment(env)
     made = {
         "weight_transfer_config": {"backend": BACKEND},
         "distributed_executor_backend": EndingExecutor,

@@ -22,6 +22,9 @@ from nereus_adapters.rollout.vllm.values import BROKEN, DRIVER, Boot, Call, Draw
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
 
+_FOLDER_CHARS = 107 - 37
+"""Longest folder in which vLLM's sockets fit: unix(7) allows 107, vLLM names them by 36."""
+
 
 class SeatError(NereusError):
     """A call failed on a seat; its traceback is a note."""
@@ -149,6 +152,8 @@ class SeatPool:
         self.secret = secrets.token_bytes(32)
         self.folder = Path(tempfile.mkdtemp(prefix="nereus-seats-"))
         boot = Boot(self.secret.hex(), os.getpid(), accelerator, str(self.folder))
+        if len(str(self.folder)) <= _FOLDER_CHARS:
+            env = {**env, "VLLM_RPC_BASE_PATH": str(self.folder)}
         self._stem = Stem(boot, env, self.folder / "stem.log", start_s)
         self._lock = threading.Lock()
         self._seats: dict[Device, SeatProcess] = {}
