@@ -1,7 +1,7 @@
 """vLLM as a rollout engine. Importing this package imports no vLLM; the hooks do when called.
 
 `factory.VllmFactory` makes engines on seats (`seats`, `serve`, `lease`, `executor`), stepped by the
-seat that leads (`hosting`) or by vLLM's AsyncLLM (`front`), that get their weights through vLLM's own
+seat that leads (`hosting`) or by vLLM's AsyncLLM (`front`). They get their weights through vLLM's own
 transfer API (`transfer`).
 """
 
