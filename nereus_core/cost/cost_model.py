@@ -173,7 +173,7 @@ class CostModel:
         return StageTable(
             stage,
             rows.take(expand),
-            np.tile(ladder, len(options)),
+            np.broadcast_to(ladder, (len(options), len(ladder))).ravel(),
             work[expand],
             sync[expand],
             self.efficiencies.table(stage, rows.tp, rows.pp, work)[expand],
