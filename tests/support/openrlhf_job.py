@@ -8,11 +8,13 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,6 +246,43 @@ def run(
             shutil.rmtree(temporary, ignore_errors=True)
     text = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
     return Ran(code_, text, time.monotonic() - start_s)
+
+
+@contextlib.contextmanager
+def stem(folder: Path, start_s: float = 240.0) -> Iterator[None]:
+    """Let jobs' processes be forked from one that has imported everything (openrlhf_cpu/stem.py).
+
+    Raises:
+        RuntimeError: its imports failed, or took longer than ``start_s``.
+    """
+    short = Path(tempfile.mkdtemp(prefix="orl"))  # a socket needs a short path
+    address, log = short / "stem", folder / "stem.log"
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(SUPPORT / "openrlhf_cpu" / "stem.py"), str(address)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment(folder, 8),
+            preexec_fn=_die_with_parent,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if not select.select([process.stdout], [], [], start_s)[0] or not process.stdout.readline():
+            raise RuntimeError(f"no stem after {start_s:.0f} s: {log.read_text()[-3000:]}")
+        os.environ["OPENRLHF_TEST_STEM"] = str(address)
+        yield
+    finally:
+        os.environ.pop("OPENRLHF_TEST_STEM", None)
+        process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        shutil.rmtree(short, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,11 @@
 
 import os
 
+if os.environ.get("OPENRLHF_TEST_STEM"):
+    import stem
+
+    stem.hand_over()  # does not come back where the stem runs this process's command
+
 if os.environ.get("OPENRLHF_ON_CPU") == "1":
     import cpu_patches
 
