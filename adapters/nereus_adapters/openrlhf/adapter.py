@@ -49,6 +49,10 @@ class OpenRLHFAdapter:
         self._linking = Linking(running, job)
         self._ledger = Ledger(CAPABILITIES, backend_version=version)
 
+    def warm(self) -> None:
+        """Have processes wait for engines to come; in a job that is to be changed."""
+        self._linking.warm()
+
     # --- Reading --------------------------------------------------------------------------------
 
     def job(self) -> Job:

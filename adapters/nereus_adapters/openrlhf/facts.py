@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.config import NereusConfig, validated
@@ -47,6 +47,9 @@ class BackendSection(BaseModel):
     """Longest wait for one call into an actor of the job."""
     start_s: float = 600.0
     """Longest wait for an actor or engine to start."""
+    warm_engines: int | None = Field(default=None, ge=0)
+    """Processes with vLLM in them that wait for engines to come, mode adapt only; by default as many
+    as the job began with engines. Each takes host memory for vLLM twice, and no device."""
 
 
 def backend_section(config: NereusConfig) -> BackendSection:
