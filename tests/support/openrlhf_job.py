@@ -11,6 +11,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,10 +36,15 @@ def reward_func(queries, prompts, labels):
 
 
 def make_assets(folder: Path, prompts: int = 64) -> Path:
-    """Write a 2-layer Qwen2 with a byte-level tokenizer, prompts and a reward function."""
+    """Write a 2-layer Qwen2, a judge of that shape, a byte-level tokenizer, prompts, a reward."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+    )
 
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
@@ -75,6 +81,11 @@ def make_assets(folder: Path, prompts: int = 64) -> Path:
         use_sliding_window=False,
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    judge = Qwen2ForSequenceClassification(Qwen2Config(**(config.to_dict() | {"num_labels": 1})))
+    judge.to(torch.bfloat16).save_pretrained(folder / "judge")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|eos|>", pad_token="<|pad|>"
+    ).save_pretrained(folder / "judge")
     rng = random.Random(0)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as lines:
         for _ in range(prompts):
@@ -180,10 +191,17 @@ def environment(folder: Path, gpus: int) -> dict[str, str]:
     }
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to end the driver, and with it its Ray, when this process is killed."""
     set_pdeathsig = 1  # PR_SET_PDEATHSIG of linux/prctl.h
     ctypes.CDLL(None).prctl(set_pdeathsig, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nobody listens on now."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def run(
@@ -233,7 +251,7 @@ def run(
             env=environment(folder, gpus) | (more or {}),
             cwd=folder,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         try:
             code_ = process.wait(timeout_s)
@@ -264,7 +282,7 @@ def stem(folder: Path, start_s: float = 240.0) -> Iterator[None]:
             stdout=subprocess.PIPE,
             stderr=errors,
             env=environment(folder, 8),
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
@@ -110,17 +110,22 @@ def _shut_down(actor: Any) -> None:
     del actor.llm
 
 
-def stop(running: Running, unit: UnitId) -> None:
-    """End an engine and its processes but its seat; one that does not answer is killed."""
-    handle, seat = running.engines.pop(unit), running.seated.pop(unit, None)
-    try:
-        outcome(inside(handle, _shut_down), f"engine {unit} to shut down", running.section.call_s)
-    except (NereusError, RayError):
-        seat = None
-    if seat is None:
-        ray.kill(handle)
-    else:
-        running.waiting.append(seat)
+def stop(running: Running, units: Collection[UnitId]) -> None:
+    """End engines and their processes, all at once, but keep their seats.
+
+    One that does not answer is killed.
+    """
+    asked = {unit: inside(running.engines[unit], _shut_down) for unit in units}
+    for unit, ref in asked.items():
+        handle, seat = running.engines.pop(unit), running.seated.pop(unit, None)
+        try:
+            outcome(ref, f"engine {unit} to shut down", running.section.call_s)
+        except (NereusError, RayError):
+            seat = None
+        if seat is None:
+            ray.kill(handle)
+        else:
+            running.waiting.append(seat)
 
 
 def kill_all(running: Running) -> None:
@@ -139,8 +144,7 @@ def start_missing(running: Running) -> None:
         Infeasible: an engine cannot be started on its devices.
     """
     wanted = {unit.id: unit for unit in running.alive.of(ACTOR_GENERATE)}
-    for left in [u for u in running.engines if u not in wanted]:
-        stop(running, left)
+    stop(running, [u for u in running.engines if u not in wanted])
     for unit_id, unit in wanted.items():
         if unit_id not in running.engines:
             running.engines[unit_id] = start(running, unit)

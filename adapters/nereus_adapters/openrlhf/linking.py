@@ -70,8 +70,7 @@ class Linking:
         running = self._running
         with self._lock:
             running.alive = running.alive.replace(ended, made)
-            for unit in [u for u in running.engines if u not in running.alive]:
-                engines.stop(running, unit)
+            engines.stop(running, [u for u in running.engines if u not in running.alive])
 
     def rest(self, unit: Unit) -> None:
         """Let others be made from a unit that has ended, until the job is linked."""

@@ -153,12 +153,13 @@ def _killed_engine():
 
 
 def _stopped(actor):
-    """Stop the processes of an engine, and say which: they no longer answer anybody."""
+    """Stop the processes of an engine in a seat: they no longer answer anybody. Says which."""
     import signal
 
     import psutil
 
-    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    cores = [psutil.Process(p.pid) for p in actor.llm.engine_core.resources.engine_manager.processes]
+    pids = [p.pid for core in cores for p in (core, *core.children(recursive=True))]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     return pids

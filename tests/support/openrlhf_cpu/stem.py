@@ -47,6 +47,8 @@ IMPORTS = (
 )
 SCRIPTS = ("setup_worker.py", "default_worker.py", "driver.py")
 CODE = ("multiprocessing.spawn", "multiprocessing.forkserver")
+JOB = "01000000"
+"""What a Ray calls its first job. Ray's library reads it when it is loaded: once, in the stem."""
 _MOST_DESCRIPTORS = 64
 
 
@@ -73,7 +75,7 @@ def _wanted(argv):
 def hand_over():
     """Let the stem run this process's command; returns only where it is none of the stem's."""
     found = _wanted(sys.orig_argv)
-    if found is None:
+    if found is None or os.environ.get("RAY_JOB_ID", JOB) != JOB:
         return
     script, code, arguments = found
     own = sorted(int(name) for name in os.listdir("/proc/self/fd"))
@@ -210,9 +212,8 @@ def _run(request, fds):
 
 
 def main(path):
-    # Ray's library reads these when it is loaded. A Ray of one driver calls its job so; and that its
-    # raylet has died, a worker sees by its connection.
-    os.environ["RAY_JOB_ID"], os.environ["RAY_RAYLET_PID"] = "01000000", str(os.getpid())
+    # That its raylet has died, a worker sees by its connection.
+    os.environ["RAY_JOB_ID"], os.environ["RAY_RAYLET_PID"] = JOB, str(os.getpid())
     for name in IMPORTS:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")

@@ -1,0 +1,67 @@
+"""What a changed job learns is what a fixed one learns: digests prove state, not trajectory."""
+
+import openrlhf_job
+import pytest
+from openrlhf_seen import adapt, layouts, require_same_state
+
+pytestmark = pytest.mark.real
+
+FIGURES = ("policy_loss", "actor_grad_norm", "critic_loss", "critic_grad_norm", "values", "return")
+JOB = {
+    "algo__advantage__estimator": "gae",
+    "algo__kl__init_coef": 0,
+    "algo__kl__use_loss": False,
+    "rollout__top_p": 1e-6,  # greedy but for ties: the jobs train on the same responses
+    "ds__grad_accum_dtype": "fp32",
+    "actor__adam__lr": 1e-5,
+    "actor__num_gpus_per_node": 2,
+    "critic__num_gpus_per_node": 2,
+    "data__max_samples": 48,
+}
+
+
+def fixed(assets, folder, **changes):
+    ran = openrlhf_job.run(
+        openrlhf_job.flags(assets, folder, **JOB | changes),
+        folder,
+        module="openrlhf.cli.train_ppo_ray",
+    )
+    assert ran.code == 0, ran.output[-6000:]
+    return ran.steps()
+
+
+def gaps(one, other):
+    """Largest difference of each figure in any step, in parts of its largest value."""
+    found = {}
+    for figure in FIGURES:
+        pairs = [(a[figure], b[figure]) for a, b in zip(one, other, strict=True)]
+        scale = max(abs(a) for a, _ in pairs)
+        found[figure] = max(abs(a - b) for a, b in pairs) / scale
+    return found
+
+
+def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, tmp_path):
+    """The two fixed jobs have the layouts between which the third changes."""
+    two = fixed(assets, tmp_path / "two")
+    one = fixed(assets, tmp_path / "one", actor__num_gpus_per_node=1, critic__num_gpus_per_node=1)
+    ran, records, _ = adapt(
+        assets,
+        tmp_path / "changed",
+        {
+            "1": {"actor/train": [[0]], "critic/train": [[1]]},
+            "3": {"actor/train": [[1], [0]]},
+            "4": {"critic/train": [[0], [1]]},
+        },
+        **JOB,
+    )
+    for record in records:
+        require_same_state(record)
+    assert layouts(records[-1], "actor/train") == layouts(records[-1], "critic/train") == [1, 1]
+    changed = ran.steps()
+    assert len(changed) == len(two) == len(one) == 6
+    between, own = gaps(two, one), gaps(two, changed)
+    print(between, own)
+    for figure in FIGURES:
+        # The two layouts sum gradients in another order; gradients that were lost or used twice
+        # would show at once: a step's part is a quarter of each figure and more.
+        assert own[figure] <= 2 * between[figure] + 1e-4, (figure, own, between)
