@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,51 @@ def reward_func(queries, prompts, labels):
 '''
 
 
-def make_assets(folder: Path, prompts: int = 64) -> Path:
+AGENT = """
+from copy import deepcopy
+
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+ASKED, EACH, LENGTHS = {asked!r}, {each}, {lengths}
+
+
+class AgentExecutor(SingleTurnAgentExecutor):
+    \"\"\"Gives responses a length that grows from step to step, as of a model that learns to think.\"\"\"
+
+    def __init__(self):
+        super().__init__({reward!r})
+
+    async def execute(self, prompt, label, sampling_params, *args, **kwargs):
+        with open(ASKED, "ab", buffering=0) as asked:  # appended to by every engine
+            asked.write(b".")
+            number = asked.tell() - 1
+        length = LENGTHS[min(number // EACH, len(LENGTHS) - 1)]
+        own = deepcopy(sampling_params)
+        own.max_tokens = own.min_tokens = length
+        own.ignore_eos = True
+        return await super().execute(prompt, label, own, *args, **kwargs)
+"""
+
+
+def make_agent(folder: Path, assets: Path, lengths: Sequence[int], each: int) -> Path:
+    """Write the code of a user whose responses have these lengths, for ``each`` samples in turn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, asked = folder / "agent.py", str(folder / "asked")
+    reward = str(assets / "reward.py")
+    text = AGENT.format(asked=asked, each=each, lengths=tuple(lengths), reward=reward)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def make_assets(
+    folder: Path,
+    prompts: int = 64,
+    *,
+    hidden: int = 128,
+    intermediate: int = 256,
+    layers: int = 2,
+    positions: int = 512,
+) -> Path:
     """Write a 2-layer Qwen2, a judge of that shape, a byte-level tokenizer, prompts, a reward."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -68,12 +112,12 @@ def make_assets(folder: Path, prompts: int = 64) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,

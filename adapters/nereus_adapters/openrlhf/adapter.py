@@ -78,7 +78,7 @@ class OpenRLHFAdapter(LedgerAdapter):
 
     def _peaks(self) -> dict[Device, int]:
         """Most bytes that torch allocated on the device of each rank; ranks are idle here."""
-        if self._job.cluster.device_spec is CPU_SEAT:
+        if self._job.cluster.device_spec.name == CPU_SEAT.name:
             return {}
         found: dict[Device, int] = {}
         for stage in self._running.groups:

@@ -43,6 +43,8 @@ class BackendSection(BaseModel):
     """Name of the link between devices of a node; NVLink of the device's generation by default."""
     inter_node: str | None = None
     """Name of the link between nodes; InfiniBand by default."""
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """Memory of a device that the job may use, where that is not all of it."""
     call_s: float = 120.0
     """Longest wait for one call into an actor of the job."""
     start_s: float = 600.0
@@ -130,6 +132,8 @@ def cluster(devices: Sequence[Device], kind: str, section: BackendSection) -> Cl
         )
     spec: DeviceSpec = DEVICE_SPECS[name]
     on_cpu = spec is CPU_SEAT
+    if section.memory_bytes is not None:
+        spec = replace(spec, memory_bytes=section.memory_bytes)
     near = "nvlink3" if name.startswith("a100") else "nvlink4"
     far = "ib-hdr" if name.startswith("a100") else "ib-ndr"
     return Cluster(

@@ -12,7 +12,15 @@ if os.environ.get("OPENRLHF_ON_CPU") == "1":
 
     cpu_patches.install()
 
-if os.environ.get("OPENRLHF_TEST_FORCE"):
-    import forced
 
-    forced.install()
+def install_asked_for():
+    """Install what a job's own environment asks for; again in what the stem forks."""
+    if os.environ.get("OPENRLHF_TEST_RANK_BYTES"):
+        cpu_patches.install_limit()
+    if os.environ.get("OPENRLHF_TEST_FORCE"):
+        import forced
+
+        forced.install()
+
+
+install_asked_for()

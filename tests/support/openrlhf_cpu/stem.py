@@ -162,10 +162,7 @@ def _become(request, fds):
     sys.stdin = open(0, encoding="utf-8", closefd=False) if _is_open(0) else None
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)
-    if os.environ.get("OPENRLHF_TEST_FORCE"):
-        import forced
-
-        forced.install()
+    importlib.import_module("sitecustomize").install_asked_for()
     if request["script"] is None:
         sys.argv = ["-c", *request["arguments"]]
         sys.path[0] = ""
