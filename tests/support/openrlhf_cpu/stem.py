@@ -50,6 +50,8 @@ CODE = ("multiprocessing.spawn", "multiprocessing.forkserver")
 JOB = "01000000"
 """What a Ray calls its first job. Ray's library reads it when it is loaded: once, in the stem."""
 _MOST_DESCRIPTORS = 64
+_DRAWS = 64
+"""More ids than a process of a test job draws at random; chosen, not measured."""
 
 
 # --- In the Python that hands itself over ---------------------------------------------------------
@@ -136,11 +138,13 @@ def _received(connection):
         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     request = b""
     while len(request) < size:
-        request += connection.recv(size - len(request))
+        if not (part := connection.recv(size - len(request))):
+            raise EOFError
+        request += part
     return pickle.loads(request), list(fds)
 
 
-def _become(request, fds):
+def _become(request, fds, number):
     """Take the place of whoever handed itself over, and run its command."""
     import fcntl
 
@@ -149,8 +153,8 @@ def _become(request, fds):
         if int(name) < 512:
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    for fd, number in zip(high, request["descriptors"], strict=True):
-        os.dup2(fd, number, inheritable=True)
+    for fd, at in zip(high, request["descriptors"], strict=True):
+        os.dup2(fd, at, inheritable=True)
         os.close(fd)
     if request["session"]:
         os.setsid()
@@ -159,6 +163,7 @@ def _become(request, fds):
         del os.environ[name]
     os.environ.update(request["environment"])
     random.seed()
+    _draw_other_ids(number)
     sys.stdin = open(0, encoding="utf-8", closefd=False) if _is_open(0) else None
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)
@@ -180,13 +185,21 @@ def _become(request, fds):
         exec(compile(source.read(), request["script"], "exec"), main.__dict__)
 
 
-def _run(request, fds):
+def _draw_other_ids(number):
+    """Go on in Ray's random numbers to a place of one's own: what is forked would draw the same ids."""
+    from ray import ObjectRef
+
+    for _ in range(_DRAWS * number):
+        ObjectRef.from_random()
+
+
+def _run(request, fds, number):
     """Run a command as Python would; returns an exit code."""
     import threading
     import traceback
 
     try:
-        _become(request, fds)
+        _become(request, fds, number)
         code = 0
     except SystemExit as end:
         code = end.code
@@ -228,6 +241,7 @@ def main(path):
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     print("ready", flush=True)
+    number = 0
     connections, pids = {}, {}  # descriptor -> (connection, pid); pid -> descriptor
     while True:
         ready, _, _ = select.select([0, listener, reader, *connections], [], [])
@@ -253,12 +267,13 @@ def main(path):
             except (OSError, struct.error, EOFError):  # it ended before it had said what it wants
                 connection.close()
                 continue
+            number += 1
             pid = os.fork()
             if pid == 0:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the stem
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os._exit(_run(request, fds))
+                os._exit(_run(request, fds, number))
             for fd in fds:
                 os.close(fd)
             connections[connection.fileno()] = connection, pid
