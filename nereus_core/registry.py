@@ -266,7 +266,9 @@ class Registry:
         )
         if code is None:
             known = ", ".join(self.frameworks()) or "none"
-            raise AdapterError(f"no installed plugin runs {name!r}; those that can be run: {known}.")
+            raise AdapterError(
+                f"no installed plugin runs {name!r}; those that can be run: {known}."
+            )
         return code
 
     def add_hookspecs(self, specs: ModuleType) -> None:

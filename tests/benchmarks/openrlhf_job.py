@@ -1,16 +1,24 @@
 """OpenRLHF: one real `train_ppo_ray` job with and without Nereus, on responses that grow.
 
-Two parts, on this machine's CPU with tiny models: what counts are ratios within one run.
+Three parts, on this machine's CPU with tiny models: what counts are ratios within one run.
 
-- ``growing``: a GRPO job whose responses grow sixfold, run three times: by OpenRLHF alone, watched by
-  Nereus, and changed by it (engines 2xTP1 -> 1xTP2 -> 2xTP1, actor 2 -> 1 -> 2 ranks). Sampling is
-  all but greedy, so that the jobs see the same responses as long as bfloat16 breaks no tie another
-  way. The first step of a job, in which engines warm up, is left out. A transition's seconds are those
-  for which the job was held; ``peak_bytes`` is the most that all processes of the job hold in memory
-  that is theirs (PSS), sampled twice a second.
-- ``memory``: each rank of the actor may have so many bytes beyond those it began with, and the kernel
-  enforces it (RLIMIT_DATA). Responses grow until the activations of a step no longer fit on ranks of
-  [2, tp1]. OpenRLHF alone dies there; with Nereus the job goes on as [1, tp2], by its own decision.
+- ``growing``: a GRPO job whose responses grow sixfold, run three times: by OpenRLHF alone,
+  watched by Nereus, and changed by it (engines 2xTP1 -> 1xTP2 -> 2xTP1, actor 2 -> 1 -> 2 ranks).
+  Sampling is all but greedy, so that the jobs see the same responses as long as bfloat16 breaks
+  no tie another way. The first step of a job, in which engines warm up, is left out. A
+  transition's seconds are those for which the job was held; ``peak_bytes`` is the most that all
+  processes of the job hold in memory that is theirs (PSS), sampled twice a second.
+- ``memory``: each rank of the actor may have so many bytes beyond those it began with, and the
+  kernel enforces it (RLIMIT_DATA). Responses grow until the activations of a step no longer fit
+  on ranks of [2, tp1]. OpenRLHF alone dies there; with Nereus the job goes on as [1, tp2], by its
+  own decision.
+- ``starts``: a change of engines, 2xTP1 -> 1xTP2, whose new engine starts in new processes that
+  vLLM spawns, as OpenRLHF's own engines start, and one whose engine starts in a seat that waited
+  for it.
+
+Processes of the first two parts are forked from one that has imported everything
+(tests/support/openrlhf_cpu/stem.py), those of ``starts`` are not. Each part takes two to six
+minutes.
 
 Needs the environment of `tox -e real-openrlhf`:
     tox exec -e real-openrlhf -- python tests/benchmarks/openrlhf_job.py --json
@@ -32,7 +40,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # openrlhf_job
 
-PARTS = ("growing", "memory")
+PARTS = ("growing", "memory", "starts")
 PROMPTS, SAMPLES = 8, 2
 GROWING = {
     "vllm__num_engines": 2,
@@ -40,6 +48,7 @@ GROWING = {
     "algo__advantage__estimator": "reinforce",
     "algo__kl__init_coef": 0,
     "algo__kl__use_loss": False,
+    "algo__advantage__is_correction_level": "off",  # it would mask all that is sampled so narrowly
     "rollout__top_p": 1e-6,
     "rollout__max_new_tokens": 96,
     "data__max_len": 128,
@@ -71,16 +80,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, default=8, help="of each job of the part growing")
-    parser.add_argument("--keep", type=Path, help="folder for what the jobs write; removed if not given")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for what the jobs write; removed if not given"
+    )
     chosen = parser.parse_args()
     found: dict[str, Any] = {"skipped": "no openrlhf here"}
     if find_spec("openrlhf"):
         with _folder(chosen.keep) as folder:
-            found = {}
-            if "growing" in chosen.parts:
-                found["growing"] = growing(folder / "growing", chosen.steps)
-            if "memory" in chosen.parts:
-                found["memory"] = memory(folder / "memory")
+            found = measured(folder, chosen.parts, chosen.steps)
     if chosen.json:
         print(json.dumps(found))
         return
@@ -92,6 +99,23 @@ def main() -> None:
         for key, value in figures.items() if isinstance(figures, dict) else [("", figures)]:
             table.add_row(key, str(value))
         Console().print(table)
+
+
+def measured(folder: Path, parts: Sequence[str], steps: int) -> dict[str, Any]:
+    """Measure these parts."""
+    import openrlhf_job
+
+    found: dict[str, Any] = {}
+    if {"growing", "memory"} & set(parts):
+        folder.mkdir(parents=True, exist_ok=True)
+        with openrlhf_job.stem(folder):
+            if "growing" in parts:
+                found["growing"] = growing(folder / "growing", steps)
+            if "memory" in parts:
+                found["memory"] = memory(folder / "memory")
+    if "starts" in parts:
+        found["starts"] = starts(folder / "starts")
+    return found
 
 
 @contextmanager
@@ -136,8 +160,8 @@ def growing(folder: Path, steps: int) -> dict[str, Any]:
         "engine_transition_s": statistics.mean(event["elapsed_s"] for event in held[2:]),
         "part_of_run_in_transitions": sum(e["elapsed_s"] for e in held) / ends["elapsed_s"],
         "peak_bytes": peaks,
-        "grad_norm_gap_of_two_fixed_jobs": _gap(plain, seen),
-        "grad_norm_gap_of_the_changed_job": _gap(plain, changed),
+        "loss_gap_of_two_fixed_jobs": _gap(plain, seen),
+        "loss_gap_of_the_changed_job": _gap(plain, changed),
     }
 
 
@@ -181,6 +205,26 @@ def memory(folder: Path) -> dict[str, Any]:
     return found
 
 
+# --- Engines that start ---------------------------------------------------------------------------
+
+
+def starts(folder: Path) -> dict[str, Any]:
+    """Change engines twice: new processes, and seats."""
+    from openrlhf_job import make_assets
+
+    assets = make_assets(folder / "assets", prompts=PROMPTS * 2)
+    words = {k: v for k, v in GROWING.items() if not k.startswith("rollout")}
+    words |= {"actor__num_gpus_per_node": 1, "data__max_len": 64, "data__max_samples": PROMPTS * 2}
+    force = {"1": {"actor/generate": [[0, 1]]}}
+    found: dict[str, Any] = {}
+    for name, seats, method in (("processes", 0, "spawn"), ("seats", 2, None)):
+        _run(assets, folder / name, words, "adapt", force, seats=seats, method=method)
+        (event,) = _events(folder / name, "TransitionFinished")
+        found[name] = _transition(event, folder / name)
+    found["ratio"] = found["processes"]["held_s"] / found["seats"]["held_s"]
+    return found
+
+
 # --- Jobs -----------------------------------------------------------------------------------------
 
 
@@ -191,11 +235,17 @@ def _run(
     mode: str | None,
     force: dict[str, Any],
     limit_bytes: int | None = None,
+    seats: int | None = None,
+    method: str | None = None,
 ) -> Any:
     import openrlhf_job
 
     flags = openrlhf_job.flags(assets, folder, **words)
     more = {} if limit_bytes is None else {"OPENRLHF_TEST_RANK_BYTES": str(limit_bytes)}
+    if method is not None:
+        more["VLLM_WORKER_MULTIPROC_METHOD"] = method
+    if seats is not None:
+        flags.append(f"--nereus.backend.warm_engines={seats}")
     module = "openrlhf.cli.train_ppo_ray" if mode is None else "nereus_plugins.openrlhf"
     if mode is not None:
         flags += ["--nereus.enable", f"--nereus.mode={mode}", f"--nereus.run_dir={folder / 'run'}"]
@@ -219,10 +269,9 @@ def _steps(ran: Any) -> list[dict[str, float]]:
 
 
 def _gap(one: Sequence[dict[str, float]], other: Sequence[dict[str, float]]) -> float:
-    """Largest relative difference of the actor's gradient norm in any step."""
-    pairs = zip(one, other, strict=True)
-    norms = [(a["actor_grad_norm"], b["actor_grad_norm"]) for a, b in pairs]
-    return max(abs(a - b) / a for a, b in norms)
+    """Largest difference of the actor's loss in any step, in parts of the largest loss."""
+    pairs = [(a["policy_loss"], b["policy_loss"]) for a, b in zip(one, other, strict=True)]
+    return max(abs(a - b) for a, b in pairs) / max(abs(a) for a, _ in pairs)
 
 
 def _events(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ ASKED, EACH, LENGTHS = {asked!r}, {each}, {lengths}
 
 
 class AgentExecutor(SingleTurnAgentExecutor):
-    \"\"\"Gives responses a length that grows from step to step, as of a model that learns to think.\"\"\"
+    \"\"\"Gives responses a length that grows, as of a model that learns to think.\"\"\"
 
     def __init__(self):
         super().__init__({reward!r})
@@ -197,12 +197,15 @@ class Ran:
 
     code: int
     output: str
+    """Of the driver; what Ray's workers wrote last may be missing there."""
     wall_s: float
+    trainer: str = ""
+    """What the process of the trainer wrote."""
 
     def steps(self) -> list[dict[str, float]]:
         """Logged figures of every RL step."""
         found = []
-        for line in self.output.splitlines():
+        for line in self.trainer.splitlines():
             match = re.search(r"Global step (\d+): (\{.*\})", line)
             if match:
                 pairs = re.findall(r"'([\w/]+)': (-?[\d.]+(?:e-?\d+)?)", match[2])
@@ -305,9 +308,15 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            logs = [_text(p) for p in Path(temporary).glob("session_*/logs/worker-*")]
             shutil.rmtree(temporary, ignore_errors=True)
-    text = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
-    return Ran(code_, text, time.monotonic() - start_s)
+    trainer = "".join(log for log in logs if "Global step" in log)
+    (folder / "trainer.log").write_text(trainer, encoding="utf-8")
+    return Ran(code_, _text(folder / "output.log"), time.monotonic() - start_s, trainer)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class BackendSection(BaseModel):
     start_s: float = 600.0
     """Longest wait for an actor or engine to start."""
     warm_engines: int | None = Field(default=None, ge=0)
-    """Processes with vLLM in them that wait for engines to come, mode adapt only; by default as many
+    """Processes with vLLM in them that wait for engines to come, in mode adapt; by default as many
     as the job began with engines. Each takes host memory for vLLM twice, and no device."""
 
 

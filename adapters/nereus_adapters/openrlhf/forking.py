@@ -1,9 +1,9 @@
 """Forking: vLLM's processes as forks of one that has imported vLLM, in an actor of Ray.
 
 vLLM spawns its engine core from a Ray actor, for an actor has threads that do not survive a fork,
-and each spawned process imports vLLM anew. Python's fork server is what goes with threads: a process
-of its own, with one thread and no device, that has made the imports and forks when it is asked to.
-What it forks is no actor any more, and forks its workers itself, as vLLM does by default.
+and each spawned process imports vLLM anew. Python's fork server is what goes with threads: a
+process of its own, with one thread and no device, that has made the imports and forks when it is
+asked to. What it forks is no actor any more, and forks its workers itself, as vLLM does by default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 class _Forks(ForkServerContext):
     """The context in which vLLM starts its engine core."""
 
-    def Process(  # type: ignore[override]  # noqa: N802
+    def Process(  # type: ignore[override]
         self, *, target: Callable[..., object], name: str, kwargs: Mapping[str, Any]
     ) -> Any:
         """Prepare a process that runs ``target`` in this process's environment of now."""

@@ -1,8 +1,8 @@
 """Warm: processes for engines to come, whose imports are made while the job steps.
 
 An engine's start is imports for the most part, one after the other: those of its actor, of vLLM's
-engine core, of its workers. A seat is an actor of OpenRLHF's own engine class that has made them and
-has no engine yet; it holds no device. An engine that ends leaves its seat behind.
+engine core, of its workers. A seat is an actor of OpenRLHF's own engine class that has made them
+and has no engine yet; it holds no device. An engine that ends leaves its seat behind.
 
 Engines that span nodes are started as OpenRLHF starts them.
 """
@@ -75,20 +75,24 @@ def _start(running: Running, device: Device) -> Seat:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle = running.bundles[device]
-    handle = _seat_class().options(
-        num_cpus=0,
-        num_gpus=0,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group=bundle.pg, placement_group_bundle_index=bundle.index
-        ),
-        # vLLM looks at devices when it is imported; none is touched before `open` names them.
-        runtime_env={
-            "env_vars": {
-                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-                "CUDA_VISIBLE_DEVICES": str(device.index),
-            }
-        },
-    ).remote()
+    handle = (
+        _seat_class()
+        .options(
+            num_cpus=0,
+            num_gpus=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=bundle.pg, placement_group_bundle_index=bundle.index
+            ),
+            # vLLM looks at devices when it is imported; none is touched before `open` names them.
+            runtime_env={
+                "env_vars": {
+                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                    "CUDA_VISIBLE_DEVICES": str(device.index),
+                }
+            },
+        )
+        .remote()
+    )
     return Seat(handle, device.node)
 
 

@@ -1,4 +1,4 @@
-"""Groups of other sizes: four ranks of an actor, a reward model's own ranks, devices shared by all."""
+"""Four ranks of an actor, ranks of a reward model, and devices that all stages share."""
 
 import pytest
 from openrlhf_seen import (
@@ -34,7 +34,11 @@ def test_an_actor_of_four_ranks_and_a_reward_model_change_their_ranks(assets, tm
     assert layouts(one, "actor/train") == [1, 1]
     assert layouts(two, "actor/train") == [1]
     assert layouts(three, "actor/train") == [2, 2]
-    assert [len(r["after"]["plan"]["reward/infer"]["units"]) for r in (one, two, three)] == [1, 1, 2]
+    assert [len(r["after"]["plan"]["reward/infer"]["units"]) for r in (one, two, three)] == [
+        1,
+        1,
+        2,
+    ]
     for record in (one, two, three):
         require_same_state(record)
         require_same_tokens(record)

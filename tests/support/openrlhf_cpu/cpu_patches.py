@@ -101,8 +101,8 @@ def _engine(module):
 
 
 def _limited(module):
-    # A CPU has no memory of a device's own: the kernel keeps each rank of the actor to so many bytes
-    # beyond those that its process has when its first model comes.
+    # A CPU has no memory of a device's own: the kernel keeps each rank of the actor to so many
+    # bytes beyond those that its process has when its first model comes.
     import resource
 
     travels = module.PolicyModelActor.__ray_metadata__.modified_class

@@ -158,7 +158,9 @@ def _stopped(actor):
 
     import psutil
 
-    cores = [psutil.Process(p.pid) for p in actor.llm.engine_core.resources.engine_manager.processes]
+    cores = [
+        psutil.Process(p.pid) for p in actor.llm.engine_core.resources.engine_manager.processes
+    ]
     pids = [p.pid for core in cores for p in (core, *core.children(recursive=True))]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -217,7 +219,7 @@ def ray_kill(handle):
 
 
 def _timed_phases(adapter):
-    """Sum up the seconds of what a transition does; those of calls within one another count twice."""
+    """Sum up the seconds of what a transition does, by name."""
     from nereus_adapters.openrlhf import engines, groups
 
     spent = {}

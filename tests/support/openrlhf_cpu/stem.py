@@ -1,10 +1,10 @@
 """The stem: one process that has imported what test jobs import, and forks their Pythons.
 
-A job is a dozen processes (driver, Ray's workers, vLLM's engines), each of which would import torch,
-vLLM and DeepSpeed for ten seconds of a core. A Python that starts under `OPENRLHF_TEST_STEM` hands
-its command line, environment and descriptors over (`hand_over`, from sitecustomize.py) and waits;
-what the stem forks runs the command in its place. Either dies with the other. Commands that the
-stem was not told of start as always.
+A job is a dozen processes (driver, Ray's workers, vLLM's engines), each of which would import
+torch, vLLM and DeepSpeed for ten seconds of a core. A Python that starts under `OPENRLHF_TEST_STEM`
+hands its command line, environment and descriptors over (`hand_over`, from sitecustomize.py) and
+waits; what the stem forks runs the command in its place. Either dies with the other. Commands that
+the stem was not told of start as always.
 
     python stem.py SOCKET      prints "ready" after its imports; ends with its standard input
 """
@@ -16,7 +16,6 @@ import importlib
 import os
 import pickle
 import random
-import runpy
 import select
 import signal
 import socket
@@ -126,7 +125,7 @@ def _is_open(fd):
     return True
 
 
-# --- The stem --------------------------------------------------------------------------------------
+# --- The stem -------------------------------------------------------------------------------------
 
 
 def _received(connection):
@@ -164,9 +163,11 @@ def _become(request, fds, number):
     os.environ.update(request["environment"])
     random.seed()
     _draw_other_ids(number)
-    sys.stdin = open(0, encoding="utf-8", closefd=False) if _is_open(0) else None
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    for fd in range(3):
+        if not _is_open(fd):
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+    streams = [os.fdopen(fd, mode, 1, closefd=False) for fd, mode in enumerate("rww")]
+    sys.stdin, sys.stdout, sys.stderr = streams
     importlib.import_module("sitecustomize").install_asked_for()
     if request["script"] is None:
         sys.argv = ["-c", *request["arguments"]]
@@ -186,7 +187,7 @@ def _become(request, fds, number):
 
 
 def _draw_other_ids(number):
-    """Go on in Ray's random numbers to a place of one's own: what is forked would draw the same ids."""
+    """Go on in Ray's random numbers to a place of one's own: forks would draw the same ids."""
     from ray import ObjectRef
 
     for _ in range(_DRAWS * number):
