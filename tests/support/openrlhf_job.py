@@ -308,7 +308,7 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            logs = [_text(p) for p in Path(temporary).glob("session_*/logs/worker-*")]
+            logs = [_text(p) for p in Path(temporary).glob("session_latest/logs/worker-*")]
             shutil.rmtree(temporary, ignore_errors=True)
     trainer = "".join(log for log in logs if "Global step" in log)
     (folder / "trainer.log").write_text(trainer, encoding="utf-8")
