@@ -88,3 +88,19 @@ def require_steps_fell_due(ran, records):
         for stage, state in record["before"]["at"].items():
             assert state["global_steps"] == record["step"], stage
             assert state["steps"] == [record["step"]], stage
+
+
+def weights(folder):
+    """All weights of a saved model as one vector."""
+    import torch
+    from safetensors.torch import load_file
+
+    (path,) = folder.glob("*.safetensors")
+    loaded = load_file(path)
+    return torch.cat([loaded[name].float().flatten() for name in sorted(loaded)])
+
+
+def drift(start, end, other):
+    """Say how far two models that began as one have come apart, in parts of what one learned."""
+    began, ended = weights(start), weights(end)
+    return float((weights(other) - ended).norm() / (ended - began).norm())

@@ -6,11 +6,12 @@ import sys
 
 import openrlhf_job
 import pytest
-from openrlhf_seen import adapt, layouts, require_same_state
+from openrlhf_seen import adapt, drift, layouts, require_same_state
 
 pytestmark = pytest.mark.real
 
 JOB = {
+    "algo__advantage__estimator": "reinforce",
     "algo__kl__init_coef": 0,
     "algo__kl__use_loss": False,
     "algo__advantage__is_correction_level": "off",  # it would mask all that is sampled so narrowly
@@ -57,9 +58,11 @@ def require_it_goes_on(changed, assets, folder, **flags):
     steps = ran.steps()
     assert [step["step"] for step in steps] == [3.0, 4.0]
     for step, was in zip(steps, changed[1][2:], strict=True):
-        for figure in ("policy_loss", "actor_grad_norm", "return"):
-            print(figure, step[figure], was[figure])
-            assert step[figure] == pytest.approx(was[figure], rel=2e-2, abs=2e-3), figure
+        assert step["reward"] == pytest.approx(was["reward"], rel=0.02)
+    # a moment, a step count or a learning rate that was lost would change Adam's steps at once
+    apart = drift(assets / "model", changed[0] / "final", folder / "final")
+    print("apart", apart)
+    assert apart < 1 / 12
 
 
 def test_stock_openrlhf_goes_on_from_a_checkpoint_made_after_a_change(changed, assets, tmp_path):

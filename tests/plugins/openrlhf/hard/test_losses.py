@@ -2,9 +2,7 @@
 
 import openrlhf_job
 import pytest
-import torch
-from openrlhf_seen import adapt, layouts, require_same_state
-from safetensors.torch import load_file
+from openrlhf_seen import adapt, drift, layouts, require_same_state
 
 pytestmark = pytest.mark.real
 
@@ -44,12 +42,6 @@ def gaps(one, other):
     return found
 
 
-def weights(folder):
-    (path,) = folder.glob("*.safetensors")
-    loaded = load_file(path)
-    return torch.cat([loaded[name].float().flatten() for name in sorted(loaded)])
-
-
 def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, tmp_path):
     """The two fixed jobs have the layouts between which the third changes.
 
@@ -75,12 +67,12 @@ def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, tmp_path):
     changed = ran.steps()
     assert len(changed) == len(two) == len(one) == 6
     between, own = gaps(two, one), gaps(two, changed)
-    start = weights(assets / "model")
-    ends = {name: weights(tmp_path / name / "final") for name in ("two", "one", "changed")}
-    learned = (ends["two"] - start).norm()
-    drift = {name: float((end - ends["two"]).norm() / learned) for name, end in ends.items()}
-    print(between, own, drift)
-    assert drift["changed"] <= 2 * drift["one"] + 1e-3, drift
-    assert drift["changed"] < 1 / 12, drift
+    apart = {
+        name: drift(assets / "model", tmp_path / "two/final", tmp_path / name / "final")
+        for name in ("one", "changed")
+    }
+    print(between, own, apart)
+    assert apart["changed"] <= 2 * apart["one"] + 1e-3, apart
+    assert apart["changed"] < 1 / 12, apart
     for figure in FIGURES:  # two jobs say roughly how large such differences are
         assert own[figure] <= 4 * between[figure] + 1e-3, (figure, own, between)
