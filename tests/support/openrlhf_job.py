@@ -61,6 +61,42 @@ class AgentExecutor(SingleTurnAgentExecutor):
 """
 
 
+RECORDED = """
+import random
+
+from openrlhf.utils.agent import AgentExecutorBase
+
+
+class AgentExecutor(AgentExecutorBase):
+    \"\"\"Answers with recorded responses, so that jobs to be compared train on the same data.\"\"\"
+
+    def __init__(self):
+        self.asked = {{}}
+
+    async def execute(self, prompt, label, params, max_length, hf_tokenizer, *args, **kwargs):
+        number = self.asked[prompt] = self.asked.get(prompt, 0) + 1
+        recorded = random.Random(f"{{prompt}} {{number % {samples}}}")
+        response = [recorded.randrange(2, 512) for _ in range(16)]
+        tokens = hf_tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
+        reward = sum(token % 2 for token in response) / len(response)
+        return dict(
+            prompt=prompt, label=label, images=None, mm_train_inputs=None,
+            reward=reward, scores=reward,
+            observation_tokens=tokens + response,
+            action_ranges=[(len(tokens), len(tokens) + len(response))],
+            rollout_log_probs=None, truncated=False, extra_logs={{}},
+        )
+"""
+
+
+def make_recorded(folder: Path, samples: int) -> Path:
+    """Write the code of a user whose responses are the same in every job, ``samples`` a prompt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recorded.py"
+    path.write_text(RECORDED.format(samples=samples), encoding="utf-8")
+    return path
+
+
 def make_agent(folder: Path, assets: Path, lengths: Sequence[int], each: int) -> Path:
     """Write the code of a user whose responses have these lengths, for ``each`` samples in turn."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,11 @@ def assets(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory) -> Path:
+    return openrlhf_job.make_recorded(tmp_path_factory.mktemp("recorded"), samples=2)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def stem(tmp_path_factory):
     with openrlhf_job.stem(tmp_path_factory.mktemp("stem")):

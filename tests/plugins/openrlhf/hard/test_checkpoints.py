@@ -14,8 +14,7 @@ JOB = {
     "algo__advantage__estimator": "reinforce",
     "algo__kl__init_coef": 0,
     "algo__kl__use_loss": False,
-    "algo__advantage__is_correction_level": "off",  # it would mask all that is sampled so narrowly
-    "rollout__top_p": 1e-6,  # greedy but for ties: the same responses after a checkpoint
+    "algo__advantage__is_correction_level": "off",
     "ds__grad_accum_dtype": "fp32",
     "actor__adam__lr": 1e-4,
     "actor__num_gpus_per_node": 2,
@@ -27,14 +26,15 @@ TAG = "global_step2"
 
 
 @pytest.fixture(scope="module")
-def changed(assets, tmp_path_factory):
-    """A job of four steps that went from two ranks to one after the first; it saved every step."""
+def changed(assets, recorded, tmp_path_factory):
+    """A job that went from two ranks to one after its first step, and saved all four steps."""
     folder = tmp_path_factory.mktemp("changed")
-    ran, (record,), _ = adapt(assets, folder, {"1": {"actor/train": [[0]]}}, **JOB)
+    job = JOB | {"train__agent_func_path": recorded}
+    ran, (record,), _ = adapt(assets, folder, {"1": {"actor/train": [[0]]}}, **job)
     require_same_state(record)
     assert layouts(record, "actor/train") == [1]
     assert [step["step"] for step in ran.steps()] == [1.0, 2.0, 3.0, 4.0]
-    return folder, ran.steps()
+    return folder, ran.steps(), job
 
 
 def copied(changed, folder):
@@ -50,7 +50,7 @@ def copied(changed, folder):
 def require_it_goes_on(changed, assets, folder, **flags):
     """Stock OpenRLHF runs steps 3 and 4 from there, and learns what the changed job learned."""
     ran = openrlhf_job.run(
-        openrlhf_job.flags(assets, folder, ckpt__load_enable=True, **JOB | flags),
+        openrlhf_job.flags(assets, folder, ckpt__load_enable=True, **changed[2] | flags),
         folder,
         module="openrlhf.cli.train_ppo_ray",
     )

@@ -10,11 +10,10 @@ FIGURES = ("critic_loss", "values", "kl", "return")
 """The actor's loss is rounding: one step on what was just sampled, with normed advantages."""
 JOB = {
     "algo__advantage__estimator": "gae",
-    "algo__advantage__is_correction_level": "off",  # it would mask all that is sampled so narrowly
+    "algo__advantage__is_correction_level": "off",
     "algo__kl__init_coef": 0.01,
     "algo__kl__use_loss": False,
     "algo__kl__estimator": "k1",
-    "rollout__top_p": 1e-6,  # greedy but for ties: the jobs train on the same responses
     "ds__grad_accum_dtype": "fp32",
     "actor__adam__lr": 1e-4,
     "actor__num_gpus_per_node": 2,
@@ -23,9 +22,9 @@ JOB = {
 }
 
 
-def fixed(assets, folder, **changes):
+def fixed(assets, folder, **job):
     ran = openrlhf_job.run(
-        openrlhf_job.flags(assets, folder, **JOB | changes),
+        openrlhf_job.flags(assets, folder, **job),
         folder,
         module="openrlhf.cli.train_ppo_ray",
     )
@@ -42,15 +41,17 @@ def gaps(one, other):
     return found
 
 
-def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, tmp_path):
-    """The two fixed jobs have the layouts between which the third changes.
+def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, recorded, tmp_path):
+    """The two fixed jobs have the layouts between which the third changes; all see the same data.
 
     Another number of ranks adds gradients up in another order, and Adam makes much of little. That
     a step of six was lost, or fell due in the middle of a batch, would show at once: in the final
     weights as a sixth of all that was learned.
     """
-    two = fixed(assets, tmp_path / "two")
-    one = fixed(assets, tmp_path / "one", actor__num_gpus_per_node=1, critic__num_gpus_per_node=1)
+    job = JOB | {"train__agent_func_path": recorded}
+    ranks = {"actor__num_gpus_per_node": 1, "critic__num_gpus_per_node": 1}
+    two = fixed(assets, tmp_path / "two", **job)
+    one = fixed(assets, tmp_path / "one", **job | ranks)
     ran, records, _ = adapt(
         assets,
         tmp_path / "changed",
@@ -59,7 +60,7 @@ def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, tmp_path):
             "3": {"actor/train": [[1], [0]]},
             "4": {"critic/train": [[0], [1]]},
         },
-        **JOB,
+        **job,
     )
     for record in records:
         require_same_state(record)
