@@ -38,7 +38,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))  # openrlhf_job
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # before this file: openrlhf_job
 
 PARTS = ("growing", "memory", "starts")
 PROMPTS, SAMPLES = 8, 2

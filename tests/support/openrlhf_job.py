@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -312,6 +313,7 @@ def run(
 
     folder.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(prefix="orl")  # Ray's sockets need a short path
+    shared = f"orl{secrets.token_hex(3)}"
     driver = folder / "driver.py"
     driver.write_text(
         "import runpy, sys, ray\n"
@@ -331,7 +333,7 @@ def run(
             [sys.executable, str(driver), *words],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(folder, gpus) | (more or {}),
+            env=environment(folder, gpus) | {"OPENRLHF_TEST_SHM": shared} | (more or {}),
             cwd=folder,
             start_new_session=True,
             preexec_fn=die_with_parent,
@@ -346,6 +348,8 @@ def run(
             process.wait()
             logs = [_text(p) for p in Path(temporary).glob("session_latest/logs/worker-*")]
             shutil.rmtree(temporary, ignore_errors=True)
+            for left in Path("/dev/shm").glob(f"{shared}*"):  # of engines that Ray killed
+                left.unlink(missing_ok=True)
     trainer = "".join(log for log in logs if "Global step" in log)
     (folder / "trainer.log").write_text(trainer, encoding="utf-8")
     return Ran(code_, _text(folder / "output.log"), time.monotonic() - start_s, trainer)

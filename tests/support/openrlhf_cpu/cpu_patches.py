@@ -162,5 +162,13 @@ def install():
         on_import("openrlhf.utils.deepspeed.deepspeed_utils", _torch_adam)
 
 
+def name_shared_memory(prefix):
+    """Let what vLLM shares among its processes be found, for processes that are killed leave it."""
+    from multiprocessing import shared_memory
+
+    shared_memory._SHM_NAME_PREFIX = f"/{prefix}_"
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 14
+
+
 def install_limit():
     on_import("openrlhf.trainer.ray.ppo_actor", _limited)

@@ -15,6 +15,8 @@ if os.environ.get("OPENRLHF_ON_CPU") == "1":
 
 def install_asked_for():
     """Install what a job's own environment asks for; again in what the stem forks."""
+    if prefix := os.environ.get("OPENRLHF_TEST_SHM"):
+        cpu_patches.name_shared_memory(prefix)
     if os.environ.get("OPENRLHF_TEST_RANK_BYTES"):
         cpu_patches.install_limit()
     if os.environ.get("OPENRLHF_TEST_FORCE"):
