@@ -12,18 +12,18 @@ from contextlib import contextmanager
 
 from toy_framework import Replica, ToyTrainer
 
-from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.capabilities import Capabilities, Feature, full, unsupported
 from nereus_core.declaration import AdapterDeclaration
 from nereus_core.errors import OutOfDeviceMemory, Unsupported, WrongHandle
 from nereus_core.hookspecs import hookimpl
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
+from nereus_core.ledger_adapter import LedgerAdapter
 from nereus_core.observation import Observation, TokenStats
-from nereus_core.phases import Enter, Phase, PhaseHook
+from nereus_core.phases import Enter, Phase
 from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
-    Extend,
     Merge,
     Primitive,
     Split,
@@ -57,7 +57,7 @@ CAPABILITIES = Capabilities(
 )
 
 
-class ToyAdapter:
+class ToyAdapter(LedgerAdapter):
     """Implements `nereus_core.adapter.Adapter` for a `ToyTrainer`."""
 
     name = "toy"
@@ -65,7 +65,8 @@ class ToyAdapter:
     def __init__(self, trainer: ToyTrainer) -> None:
         if trainer.job.workload.asynchronous:
             raise Unsupported("an asynchronous job", NOTHING.reason)
-        self._trainer, self._ledger = trainer, Ledger(CAPABILITIES)
+        super().__init__(Ledger(CAPABILITIES))
+        self._trainer = trainer
         self._parked: dict[UnitId, Replica] = {}
 
     def job(self) -> Job:
@@ -96,21 +97,6 @@ class ToyAdapter:
         finally:
             self._trainer.gate.open()
 
-    def split(self, op: Split) -> Receipt:
-        return self._perform(op)
-
-    def merge(self, op: Merge) -> Receipt:
-        return self._perform(op)
-
-    def extend(self, op: Extend) -> Receipt:
-        return self._perform(op)
-
-    def destroy(self, op: Destroy) -> Receipt:
-        return self._perform(op)
-
-    def watch(self, on_phase: PhaseHook | None) -> None:
-        self._ledger.watch(on_phase)
-
     def relink(self, plan: Plan) -> None:
         self._parked.clear()  # a toy trainer shares its batch among whatever replicas there are
 
@@ -118,12 +104,6 @@ class ToyAdapter:
         replica = self._trainer.replicas[unit]
         digests = {k: hashlib.sha256(v.tobytes()).hexdigest() for k, v in replica.tensors.items()}
         return Fingerprint(unit, digests, dict(replica.counters))
-
-    def close(self) -> None:
-        pass
-
-    def _perform(self, op: Primitive) -> Receipt:
-        return self._ledger.perform(op, self._standing, self._do)
 
     def _standing(self) -> Standing:
         gate, parked = self._trainer.gate, UnitMap(r.unit for r in self._parked.values())

@@ -8,8 +8,9 @@ from nereus_core.cluster import Device
 from nereus_core.errors import OutOfDeviceMemory, WaitTimeout
 from nereus_core.harness import Fault
 from nereus_core.phases import Phase
-from nereus_core.primitives import Primitive
+from nereus_core.primitives import Primitive, touched
 from nereus_core.sim.job import SimJob
+from nereus_core.units import UnitMap
 
 HANG_S = 0.05
 """How long a simulated job waits for a device that hangs; chosen, not measured."""
@@ -33,8 +34,8 @@ class Strike:
         self._op_index = -1
         self._let_go.set()
 
-    def at(self, op: Primitive, phase: Phase, devices: frozenset[Device]) -> None:
-        """Pass the moment at which a phase of a primitive begins on some devices."""
+    def at(self, op: Primitive, phase: Phase, units: UnitMap) -> None:
+        """Pass the moment at which a phase of a primitive begins."""
         with self._lock:
             if phase is Phase.PREPARE:
                 if self._begun == self._op_index:
@@ -43,7 +44,7 @@ class Strike:
             if phase is not self._phase or op is not self._victim:
                 return
             self._victim = None
-        self._strike(op, phase, self._device or min(devices))
+        self._strike(op, phase, self._device or min(touched(op, units)))
 
     def _strike(self, op: Primitive, phase: Phase, device: Device) -> None:
         match self._fault:

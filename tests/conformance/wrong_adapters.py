@@ -81,8 +81,8 @@ class HalfMerges(SimAdapter):
 class ForgetsReceipts(SimAdapter):
     """I5: a primitive that is repeated is performed again."""
 
-    def _once(self, op: Primitive) -> Receipt:
-        receipt = super()._once(op)
+    def perform(self, op: Primitive) -> Receipt:
+        receipt = super().perform(op)
         del self._ledger._receipts[op.op_id]
         return receipt
 
@@ -92,12 +92,12 @@ class OneStageAtATime(SimAdapter):
 
     claimed: ModelStage | None = None
 
-    def _once(self, op: Primitive) -> Receipt:
+    def perform(self, op: Primitive) -> Receipt:
         stage = model_stage_of(op)
         if self.claimed not in (None, stage):
             raise DevicesBusy(str(op), [("the whole job", self.claimed)], op)
         self.claimed = stage
-        return super()._once(op)
+        return super().perform(op)
 
     def relink(self, plan: Plan) -> None:
         super().relink(plan)
@@ -126,13 +126,13 @@ class FreesLate(SimAdapter):
 class ActsAnyTime(SimAdapter):
     """I8: primitives do not ask for a boundary."""
 
-    def _once(self, op: Primitive) -> Receipt:
+    def perform(self, op: Primitive) -> Receipt:
         gate = self._running.gate
         if gate.held is not None and model_stage_of(op) in gate.held:
-            return super()._once(op)
+            return super().perform(op)
         held, gate._held = gate.held, frozenset({model_stage_of(op)})
         try:
-            return super()._once(op)
+            return super().perform(op)
         finally:
             gate._held = held
 
@@ -208,9 +208,9 @@ class TrustsTheLink(SimAdapter):
 class LosesTheReceipt(SimAdapter):
     """I5: a primitive that was interrupted after its commit has no receipt."""
 
-    def _once(self, op: Primitive) -> Receipt:
+    def perform(self, op: Primitive) -> Receipt:
         try:
-            return super()._once(op)
+            return super().perform(op)
         except BaseException:
             self._ledger._receipts.pop(op.op_id, None)
             raise

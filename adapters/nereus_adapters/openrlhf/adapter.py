@@ -13,20 +13,18 @@ from nereus_adapters.openrlhf.inside import peak_bytes
 from nereus_adapters.openrlhf.linking import Linking
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.zero import counters_inside
-from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT
-from nereus_core.errors import NereusError, PlanError, UnitLost
+from nereus_core.errors import NereusError
 from nereus_core.ledger import Done, Ledger, Standing
+from nereus_core.ledger_adapter import LedgerAdapter, alive, require_plan
 from nereus_core.observation import Observation, TokenStats, clip_ratio
-from nereus_core.phases import Enter, Phase, PhaseHook
-from nereus_core.plan import Plan, check_plan
+from nereus_core.phases import Enter, Phase
+from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
-    Extend,
-    Merge,
     Primitive,
-    Split,
     created,
     ended,
     model_stage_of,
@@ -35,7 +33,7 @@ from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
 
-class OpenRLHFAdapter:
+class OpenRLHFAdapter(LedgerAdapter):
     """Translates the four primitives. Implements `nereus_core.adapter.Adapter`.
 
     A primitive on a group parks it: its state goes to host memory and its devices are free. A
@@ -45,9 +43,9 @@ class OpenRLHFAdapter:
     name = "openrlhf"
 
     def __init__(self, running: Running, job: Job, version: str) -> None:
+        super().__init__(Ledger(CAPABILITIES, backend_version=version))
         self._running, self._job = running, job
         self._linking = Linking(running, job)
-        self._ledger = Ledger(CAPABILITIES, backend_version=version)
 
     # --- Reading --------------------------------------------------------------------------------
 
@@ -93,8 +91,7 @@ class OpenRLHFAdapter:
         folder, and engines get the actor's weights when the job is linked.
         """
         stage, running = unit.model_stage, self._running
-        if unit not in running.alive:
-            raise UnitLost([unit], tuple(running.alive), "it is not alive")
+        alive(unit, running.alive)
         if stage.stage is not Stage.TRAIN:
             return Fingerprint(unit, {}, {})
         if (parked := self._linking.parked(stage)) is not None:
@@ -134,43 +131,15 @@ class OpenRLHFAdapter:
             PlanError: the units alive are not the plan's.
             TransitionFailed: it could not be built; says whether the old layout is back.
         """
-        check_plan(plan, self._job)
-        if Plan.of_units(self._running.alive) != plan:
-            raise PlanError([f"{Plan.of_units(self._running.alive)} is alive, the plan is {plan}"])
+        require_plan(plan, self._job, self._running.alive)
         self._linking.link()
-
-    def watch(self, on_phase: PhaseHook | None) -> None:
-        """Tell of phases."""
-        self._ledger.watch(on_phase)
-
-    def close(self) -> None:
-        """Hold nothing: the job is not the adapter's."""
 
     # --- Primitives -----------------------------------------------------------------------------
 
-    def split(self, op: Split) -> Receipt:
-        """One unit becomes smaller ones on its own devices."""
-        return self._once(op)
-
-    def merge(self, op: Merge) -> Receipt:
-        """Units of a stage become one; ZeRO keeps them identical, engines follow one actor."""
-        return self._once(op)
-
-    def extend(self, op: Extend) -> Receipt:
-        """A new unit joins its stage."""
-        return self._once(op)
-
-    def destroy(self, op: Destroy) -> Receipt:
-        """A unit ends; its part of the state stays, for ZeRO has it nowhere else."""
-        return self._once(op)
-
-    def _once(self, op: Primitive) -> Receipt:
-        return self._ledger.perform(op, self._standing, self._do)
-
     def _standing(self) -> Standing:
         gate = self._running.gate
-        alive, resting = self._running.alive, self._linking.resting
-        return Standing(self._job, alive, gate.held, gate.inside, resting)
+        units, resting = self._running.alive, self._linking.resting
+        return Standing(self._job, units, gate.held, gate.inside, resting)
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         stage = model_stage_of(op)

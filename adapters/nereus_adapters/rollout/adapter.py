@@ -7,7 +7,7 @@ Should the new unit not come up, the old one is built again from the same versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from nereus_adapters.rollout.fleet import raise_first, together
@@ -15,20 +15,20 @@ from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Engine
 from nereus_adapters.rollout.segment import Segment
 from nereus_adapters.rollout.weights import Published
-from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.capabilities import Capabilities, Feature
 from nereus_core.errors import (
     Diverged,
     NereusError,
     OutOfDeviceMemory,
-    PlanError,
     UnitLost,
     Unsupported,
 )
 from nereus_core.ledger import Done, Ledger, Standing
+from nereus_core.ledger_adapter import LedgerAdapter, require_plan
 from nereus_core.observation import Observation
-from nereus_core.phases import Enter, Phase, PhaseHook
-from nereus_core.plan import Plan, check_plan
+from nereus_core.phases import Enter, Phase
+from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
     Extend,
@@ -44,11 +44,8 @@ from nereus_core.traffic import primitive_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
 
-Fault = Callable[[Primitive, Phase, UnitMap], None]
-"""May let something go wrong as a phase begins, or raise."""
 
-
-class RolloutAdapter:
+class RolloutAdapter(LedgerAdapter):
     """Implements `nereus_core.adapter.Adapter`.
 
     Args:
@@ -61,11 +58,9 @@ class RolloutAdapter:
     def __init__(
         self, name: str, capabilities: Capabilities, running: RolloutJob, version: str | None
     ) -> None:
+        super().__init__(Ledger(capabilities, backend_version=version))
         self.name = name
         self._capabilities, self._running = capabilities, running
-        self._ledger = Ledger(capabilities, backend_version=version)
-        self.fault: Fault | None = None
-        """Called as each phase of a primitive begins, for a harness."""
 
     # --- Reading ----------------------------------------------------------------------------------
 
@@ -103,43 +98,10 @@ class RolloutAdapter:
     def relink(self, plan: Plan) -> None:
         """Route to the plan's units; raises PlanError when they are not the ones alive."""
         running = self._running
-        check_plan(plan, running.job)
-        for stage, placement in plan.items():
-            alive = running.units.of(stage)
-            wanted = sorted((placement.layout, devices) for devices in placement.units)
-            if sorted((u.layout, u.devices) for u in alive) != wanted:
-                there = ", ".join(map(str, alive)) or "no unit"
-                raise PlanError([f"{stage}: {there} alive, the plan says {placement}"])
+        require_plan(plan, running.job, running.units)
         running.link()
 
-    def watch(self, on_phase: PhaseHook | None) -> None:
-        """Tell of phases."""
-        self._ledger.watch(on_phase)
-
-    def close(self) -> None:
-        """Hold nothing: the job is not the adapter's."""
-
     # --- Primitives -------------------------------------------------------------------------------
-
-    def split(self, op: Split) -> Receipt:
-        """One engine becomes smaller ones on its own devices."""
-        return self.perform(op)
-
-    def merge(self, op: Merge) -> Receipt:
-        """Engines become one; raises Diverged when they serve different versions."""
-        return self.perform(op)
-
-    def extend(self, op: Extend) -> Receipt:
-        """A new engine, with the version of its sources."""
-        return self.perform(op)
-
-    def destroy(self, op: Destroy) -> Receipt:
-        """An engine ends; its requests go on elsewhere."""
-        return self.perform(op)
-
-    def perform(self, op: Primitive) -> Receipt:
-        """Perform any primitive."""
-        return self._ledger.perform(op, self._standing, self._do)
 
     def _standing(self) -> Standing:
         running = self._running
@@ -153,8 +115,6 @@ class RolloutAdapter:
         )
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
-        if self.fault is not None:
-            enter = _struck(enter, self.fault, op, units)
         running = self._running
         moved, kept = primitive_bytes(op, units, running.job)
         enter(Phase.PREPARE)
@@ -300,11 +260,3 @@ def _bytes(job: Job, unit: Unit) -> dict[object, int]:
         device: shard_bytes(shard, job.precision, stage)
         for device, shard in placed(model, unit.layout, unit.devices)
     }
-
-
-def _struck(enter: Enter, fault: Fault, op: Primitive, units: UnitMap) -> Enter:
-    def both(phase: Phase) -> None:
-        enter(phase)
-        fault(op, phase, units)
-
-    return both

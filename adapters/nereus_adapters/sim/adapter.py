@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from nereus_adapters.sim import CAPABILITIES
-from nereus_core.adapter import Boundary, Fingerprint, Receipt
-from nereus_core.cluster import Device
+from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.errors import PrimitiveError, StateDiffers, UnitLost
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
+from nereus_core.ledger_adapter import LedgerAdapter
 from nereus_core.observation import Observation
-from nereus_core.phases import Enter, Phase, PhaseHook
+from nereus_core.phases import Enter, Phase
 from nereus_core.plan import Plan, check_plan
 from nereus_core.primitives import (
     Destroy,
-    Extend,
     Merge,
     Primitive,
     Split,
@@ -40,18 +39,16 @@ from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
 
 
-class SimAdapter:
+class SimAdapter(LedgerAdapter):
     """Translates the four primitives to a `SimJob`. Implements `nereus_core.adapter.Adapter`."""
 
     name = "sim"
 
     def __init__(self, running: SimJob) -> None:
+        super().__init__(Ledger(CAPABILITIES, clock=running.world.clock.now_s))
         self._running = running
         self._lock = threading.RLock()
-        self._ledger = Ledger(CAPABILITIES, clock=running.world.clock.now_s)
         self._parked: dict[UnitId, Live] = {}
-        self.fault: Callable[[Primitive, Phase, frozenset[Device]], None] | None = None
-        """Called as a phase begins on some devices; what it does is a fault of theirs."""
 
     # --- Reading --------------------------------------------------------------------------------
 
@@ -94,32 +91,6 @@ class SimAdapter:
 
     # --- Primitives -----------------------------------------------------------------------------
 
-    def split(self, op: Split) -> Receipt:
-        """One unit becomes smaller ones on its own devices."""
-        return self._once(op)
-
-    def merge(self, op: Merge) -> Receipt:
-        """Identical units become one."""
-        return self._once(op)
-
-    def extend(self, op: Extend) -> Receipt:
-        """A new unit gets its state from others."""
-        return self._once(op)
-
-    def destroy(self, op: Destroy) -> Receipt:
-        """A unit ends, or goes to host memory."""
-        return self._once(op)
-
-    def watch(self, on_phase: PhaseHook | None) -> None:
-        """Tell of phases."""
-        self._ledger.watch(on_phase)
-
-    def close(self) -> None:
-        """Hold nothing: the job is not the adapter's."""
-
-    def _once(self, op: Primitive) -> Receipt:
-        return self._ledger.perform(op, self._standing, self._do)
-
     def _standing(self) -> Standing:
         running = self._running
         with self._lock:
@@ -135,30 +106,24 @@ class SimAdapter:
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         job = self._running
-
-        def begin(phase: Phase) -> None:
-            enter(phase)
-            if self.fault is not None:
-                self.fault(op, phase, touched(op, units))
-
         staging = op.staging_bytes if isinstance(op, Split | Merge) else None
         origin = [self._find(u) for u in sources(op)]
         before = {d: job.world.used_bytes(d) for d in touched(op, units)}
         fresh: list[Live] = []
         try:
-            begin(Phase.PREPARE)
+            enter(Phase.PREPARE)
             if isinstance(op, Merge):
                 require_identical(op, self.fingerprint)
             for unit in created(op):
                 # one by one: what was prepared before a refusal is discarded below
                 fresh.append(job.prepare(unit, staging))  # noqa: PERF401
-            begin(Phase.TRANSFER)
+            enter(Phase.TRANSFER)
             carried = sum((self._carry(origin, live) for live in fresh), Carried())
-            begin(Phase.VERIFY)
+            enter(Phase.VERIFY)
             job.world.spoil(op.op_id, carried.seals)
             self._verify(op, fresh, carried)
             peaks = {d: max(before[d], job.world.used_bytes(d)) for d in before}
-            begin(Phase.COMMIT)
+            enter(Phase.COMMIT)
             parked_bytes = self._end(op) if isinstance(op, Destroy) else 0
             gone = job.switch(ended(op), fresh)
         except BaseException as error:
@@ -166,7 +131,7 @@ class SimAdapter:
                 job.discard(live)
             self._raise_lost(op, units, error)
             raise
-        begin(Phase.RELEASE)
+        enter(Phase.RELEASE)
         for live in gone:
             job.discard(live)
         for live in fresh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from nereus_adapters.rollout.adapter import RolloutAdapter
@@ -20,16 +20,16 @@ from nereus_core.errors import (
     Infeasible,
     NereusError,
     OutOfDeviceMemory,
-    PlanError,
     PrimitiveError,
     SeatDead,
     UnitLost,
     WaitTimeout,
 )
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
+from nereus_core.ledger_adapter import LedgerAdapter, alive, require_plan
 from nereus_core.observation import Observation
 from nereus_core.phases import Enter, Phase, PhaseHook
-from nereus_core.plan import Placement, Plan, check_plan
+from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Destroy,
     Extend,
@@ -46,11 +46,8 @@ from nereus_core.traffic import primitive_bytes
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, Job, ModelStage, Stage
 
-Fault = Callable[[Primitive, Phase, UnitMap], None]
-"""May let something go wrong on the seats, or raise."""
 
-
-class TorchAdapter:
+class TorchAdapter(LedgerAdapter):
     """Implements `nereus_core.adapter.Adapter`.
 
     Primitives on disjoint devices may run at once, from several threads.
@@ -59,17 +56,15 @@ class TorchAdapter:
     name = "torch"
 
     def __init__(self, running: TorchJob) -> None:
+        super().__init__(Ledger(CAPABILITIES))
         self._running = running
         self._lock = threading.Lock()
-        self._ledger = Ledger(CAPABILITIES)
         self._known: dict[UnitId, Unit] = dict(running.units)
         self._engines = (
             RolloutAdapter(self.name, CAPABILITIES, running.engines, None)
             if running.engines is not None
             else None
         )
-        self.fault: Fault | None = None
-        """Called as each phase of a primitive begins, for a harness."""
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -95,7 +90,7 @@ class TorchAdapter:
             counters = {"weight_version": engines.version_of(unit)}
             return Fingerprint(unit, published_digests(engines.given(unit)), counters)
         fleet = self._running.fleet
-        found = self._find(unit)
+        found = alive(unit, self.units())
         digests = fleet.settle(fleet.send({unit: {}}, "digests"), self._running.settings.transfer_s)
         counters = {k: int(v) for k, v in fleet.counters(found).items()}
         return Fingerprint(unit, combine([a.value for a in digests]), counters)
@@ -118,47 +113,23 @@ class TorchAdapter:
     def relink(self, plan: Plan) -> None:
         """Rebuild groups and routing; raises PlanError when the units alive are not the plan's."""
         running = self._running
-        check_plan(plan, running.job)
-        for stage, placement in plan.items():
-            alive = running.units.of(stage)
-            wanted = sorted((placement.layout, devices) for devices in placement.units)
-            if sorted((u.layout, u.devices) for u in alive) != wanted:
-                there = ", ".join(map(str, alive)) or "no unit"
-                raise PlanError([f"{stage}: {there} alive, the plan says {_spelled(placement)}"])
+        require_plan(plan, running.job, running.units)
         running.relink()
 
     def watch(self, on_phase: PhaseHook | None) -> None:
         """Tell of phases."""
-        self._ledger.watch(on_phase)
+        super().watch(on_phase)
         if self._engines is not None:
             self._engines.watch(on_phase)
 
-    def close(self) -> None:
-        """Hold nothing: the job is not the adapter's."""
-
     # --- Primitives ---------------------------------------------------------------------------
 
-    def split(self, op: Split) -> Receipt:
-        """One unit becomes smaller ones on its own devices."""
-        return self._once(op)
-
-    def merge(self, op: Merge) -> Receipt:
-        """Identical units become one; raises Diverged when they differ."""
-        return self._once(op)
-
-    def extend(self, op: Extend) -> Receipt:
-        """A new unit gets its state from others, which share the sending."""
-        return self._once(op)
-
-    def destroy(self, op: Destroy) -> Receipt:
-        """A unit ends; parked, its shards go to host memory."""
-        return self._once(op)
-
-    def _once(self, op: Primitive) -> Receipt:
+    def perform(self, op: Primitive) -> Receipt:
+        """Perform a primitive; that of a rollout engine, as the engines do."""
         if self._engines is not None and model_stage_of(op) == ACTOR_GENERATE:
             self._engines.fault = self.fault
             return self._engines.perform(op)
-        receipt = self._ledger.perform(op, self._standing, self._do)
+        receipt = super().perform(op)
         with self._lock:
             self._known.update({u.id: u for u in created(op)})
         return receipt
@@ -179,8 +150,6 @@ class TorchAdapter:
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         running = self._running
-        if self.fault is not None:
-            enter = self._struck(enter, self.fault, op, readable)
         enter(Phase.PREPARE)
         if isinstance(op, Destroy):
             self._destroy(op, readable[op.unit], enter)
@@ -252,13 +221,6 @@ class TorchAdapter:
         fleet.replace([op.unit], (), [unit] if op.park else ())
         enter(Phase.RELEASE)
 
-    def _struck(self, enter: Enter, fault: Fault, op: Primitive, units: UnitMap) -> Enter:
-        def both(phase: Phase) -> None:
-            enter(phase)
-            fault(op, phase, units)
-
-        return both
-
     def _counters(self, op: Primitive, origin: tuple[Unit, ...]) -> dict[str, int | float]:
         """Return the counters of the new units: those of their source."""
         found = self._running.fleet.counters(origin[0])
@@ -288,13 +250,3 @@ class TorchAdapter:
             for where, shard in placed(job.model(unit.model_stage), unit.layout, unit.devices)
             if where == device
         )
-
-    def _find(self, unit: UnitId) -> Unit:
-        units = self.units()
-        if unit not in units:
-            raise UnitLost([unit], tuple(units), "it is not alive")
-        return units[unit]
-
-
-def _spelled(placement: Placement) -> str:
-    return f"{placement} on {[list(map(str, unit)) for unit in placement.units]}"

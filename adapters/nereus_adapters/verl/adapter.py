@@ -37,23 +37,19 @@ from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.errors import (
     Infeasible,
-    PlanError,
     SeatDead,
     TransitionFailed,
-    UnitLost,
     Unsupported,
 )
 from nereus_core.gate import Gate
 from nereus_core.ledger import Done, Ledger, Standing, require_identical
+from nereus_core.ledger_adapter import LedgerAdapter, alive, require_plan
 from nereus_core.observation import Observation, TokenStats
-from nereus_core.phases import Enter, Phase, PhaseHook
-from nereus_core.plan import Plan, check_plan
+from nereus_core.phases import Enter, Phase
+from nereus_core.plan import Plan
 from nereus_core.primitives import (
-    Destroy,
-    Extend,
     Merge,
     Primitive,
-    Split,
     created,
     ended,
     model_stage_of,
@@ -65,7 +61,7 @@ from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, Job, ModelStage, Sta
 _ROLE_OF = {stage: role for role, stage in ROLES.items()}
 
 
-class VerlAdapter:
+class VerlAdapter(LedgerAdapter):
     """Implements `nereus_core.adapter.Adapter`.
 
     Args:
@@ -76,6 +72,7 @@ class VerlAdapter:
     name = "verl"
 
     def __init__(self, trainer: Any, config: NereusConfig) -> None:
+        super().__init__(Ledger(CAPABILITIES))
         self._trainer, self._timeouts = trainer, config.timeouts
         settings = VerlSettings.of(config.backend)
         ranks = Ranks.of(trainer.actor_rollout_wg.workers, self._timeouts.primitive_s)
@@ -96,7 +93,6 @@ class VerlAdapter:
             self._rollouts = Rollouts(trainer, serving(self._units), self._fleet, limit_s)
             self._switch = Switch(trainer, self._fleet, self._rollouts, self._order, limit_s)
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
-        self._ledger = Ledger(CAPABILITIES)
         self._gate = Gate(self._timeouts.boundary_s)
         self._lock = threading.RLock()
 
@@ -104,9 +100,9 @@ class VerlAdapter:
 
     def job(self) -> Job:
         """Static facts; devices whose process or node is gone are marked."""
-        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         dead = self._fleet.dead if self._hybrid else frozenset()
-        lost = [d for d in self._job.cluster.devices if d.node not in alive or d in dead]
+        lost = [d for d in self._job.cluster.devices if d.node not in nodes or d in dead]
         return self._job.on(self._job.cluster.without(lost)) if lost else self._job
 
     def units(self) -> UnitMap:
@@ -138,7 +134,7 @@ class VerlAdapter:
         A rollout replica has no state of its own: verl gives it the trainer's weights before it
         serves.
         """
-        found = self._find(unit)
+        found = alive(unit, self.units())
         if _serves(found):
             return Fingerprint(unit, {}, {})
         answers = call_all(
@@ -172,10 +168,8 @@ class VerlAdapter:
             PlanError: the units alive are not the plan's.
             TransitionFailed: the ranks could not meet; says whether the old plan goes on.
         """
-        check_plan(plan, self.job())
         before, after = self._linked, self.units()
-        if Plan.of_units(after) != plan:
-            raise PlanError([f"the units alive stand for {Plan.of_units(after)}, not {plan}"])
+        require_plan(plan, self.job(), after)
         if before == after:
             return
         try:
@@ -185,35 +179,16 @@ class VerlAdapter:
             raise
         self._units = self._linked = after
 
-    def watch(self, on_phase: PhaseHook | None) -> None:
-        """Tell of phases."""
-        self._ledger.watch(on_phase)
-
     def close(self) -> None:
         """Give the trainer its method back; the job goes on."""
         self._recorder.stop()
 
     # --- Primitives ---------------------------------------------------------------------------
 
-    def split(self, op: Split) -> Receipt:
-        """One shard group becomes smaller ones, each with a whole copy of the state."""
-        return self._once(op)
-
-    def merge(self, op: Merge) -> Receipt:
-        """Shard groups become one that shards over all their ranks."""
-        return self._once(op)
-
-    def extend(self, op: Extend) -> Receipt:
-        """A shard group, or a rollout replica, on new devices."""
-        return self._once(op)
-
-    def destroy(self, op: Destroy) -> Receipt:
-        """A shard group or a replica ends; its memory is free after the epoch switch."""
-        return self._once(op)
-
-    def _once(self, op: Primitive) -> Receipt:
+    def perform(self, op: Primitive) -> Receipt:
+        """Perform a primitive; a rank that died of it is known from then on."""
         try:
-            return self._ledger.perform(op, self._standing, self._do)
+            return super().perform(op)
         except SeatDead as error:
             self._missed(error)
             raise
@@ -223,9 +198,9 @@ class VerlAdapter:
             self._fleet.dead.add(error.device)
 
     def _standing(self) -> Standing:
-        alive = self.units()
-        lost = [unit for unit in self._units if unit not in alive]
-        return Standing(self.job(), alive, self._gate.held, self._gate.inside, lost=lost)
+        units = self.units()
+        lost = [unit for unit in self._units if unit not in units]
+        return Standing(self.job(), units, self._gate.held, self._gate.inside, lost=lost)
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         if not self._hybrid:
@@ -298,12 +273,6 @@ class VerlAdapter:
                 raise Infeasible(f"{op}: verl's FSDP engine has no pipeline stages.", op)
 
     # --- Inside -------------------------------------------------------------------------------
-
-    def _find(self, unit: UnitId) -> Unit:
-        units = self.units()
-        if unit not in units:
-            raise UnitLost([unit], tuple(units), "it is not alive")
-        return units[unit]
 
     def _peaks(self, seen: SeenStep) -> dict[Device, int]:
         """Charge every device of a stage with the largest allocation of its ranks."""

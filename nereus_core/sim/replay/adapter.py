@@ -7,15 +7,16 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from nereus_core.adapter import Boundary, Fingerprint, Receipt
+from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.capabilities import Capabilities
 from nereus_core.cluster import Device
 from nereus_core.gate import Gate
 from nereus_core.ledger import Done, Ledger, Standing
+from nereus_core.ledger_adapter import LedgerAdapter
 from nereus_core.observation import Observation
-from nereus_core.phases import Enter, Phase, PhaseHook
+from nereus_core.phases import Enter, Phase
 from nereus_core.plan import Plan, check_plan
-from nereus_core.primitives import Destroy, Extend, Merge, Primitive, Split, apply, touched
+from nereus_core.primitives import Destroy, Primitive, apply, touched
 from nereus_core.sim.replay.job import ReplayJob
 from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
@@ -24,7 +25,7 @@ _WAIT_S = 60.0
 """Most wall seconds that anything waits for a boundary; nothing does in simulated time."""
 
 
-class ReplayAdapter:
+class ReplayAdapter(LedgerAdapter):
     """Translates the four primitives to a `ReplayJob`. Implements `nereus_core.adapter.Adapter`.
 
     Primitives on disjoint devices overlap: each begins when the last of its devices is free, and
@@ -34,9 +35,9 @@ class ReplayAdapter:
     name = "replay"
 
     def __init__(self, running: ReplayJob) -> None:
+        super().__init__(Ledger(Capabilities.everything(), clock=running.clock.now_s))
         self._running = running
         self._gate = Gate(_WAIT_S)
-        self._ledger = Ledger(Capabilities.everything(), clock=running.clock.now_s)
         self._lock = threading.RLock()
         self._parked = UnitMap()
         self._free_s: dict[Device, float] = {}
@@ -57,10 +58,6 @@ class ReplayAdapter:
     def observe(self) -> Observation:
         """Drain what was seen since the last call."""
         return self._running.seen()
-
-    def watch(self, on_phase: PhaseHook | None) -> None:
-        """Tell ``on_phase`` as each phase of a primitive begins."""
-        self._ledger.watch(on_phase)
 
     def fingerprint(self, unit: UnitId) -> Fingerprint:
         """Units hold no state: the digest is of the model's name, the same for every layout."""
@@ -85,28 +82,6 @@ class ReplayAdapter:
         check_plan(plan, self.job())
         self._running.relink()
         self._parked = UnitMap()
-
-    def split(self, op: Split) -> Receipt:
-        """One unit becomes smaller ones on its own devices."""
-        return self._once(op)
-
-    def merge(self, op: Merge) -> Receipt:
-        """Identical units become one."""
-        return self._once(op)
-
-    def extend(self, op: Extend) -> Receipt:
-        """A new unit gets its state from others."""
-        return self._once(op)
-
-    def destroy(self, op: Destroy) -> Receipt:
-        """A unit ends, or goes to host memory."""
-        return self._once(op)
-
-    def close(self) -> None:
-        """Hold nothing: the job is not the adapter's."""
-
-    def _once(self, op: Primitive) -> Receipt:
-        return self._ledger.perform(op, self._standing, self._do)
 
     def _standing(self) -> Standing:
         return Standing(
