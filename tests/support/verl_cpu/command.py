@@ -21,6 +21,7 @@ def overrides(
     response: int = 32,
     critic: bool = False,
     reference: bool = False,
+    shard_size: int = -1,
 ) -> list[str]:
     """Return main_ppo's overrides: GRPO, or PPO with critic, on ``devices`` logical GPUs."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -48,6 +49,7 @@ def overrides(
         "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
         f"{actor}.ppo_mini_batch_size=8",
         f"{actor}.ppo_micro_batch_size_per_gpu=8",
+        f"{actor}.fsdp_config.fsdp_size={shard_size}",
         f"{actor}.optim.lr=1e-3",
         f"{actor}.use_kl_loss={critic or reference}",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
@@ -112,6 +114,7 @@ def environment(work: Path, **changes: str) -> dict[str, str]:
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(work / "metrics.jsonl"),
+        "VERL_CPU_WORK": str(work),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

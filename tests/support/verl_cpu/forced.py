@@ -20,6 +20,7 @@ from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.workload import ModelStage
 from nereus_plugins.post_import import after_import
+from verl_cpu import faults
 
 
 def sha256(worker):
@@ -67,6 +68,7 @@ def _force(module):
         if wanted:
             record = {"step": int(trainer.global_steps), "before": digests(trainer)}
             start_s = time.perf_counter()
+            faults.arm(record["step"])
             try:
                 decision = self.controller.go_to(planned(self.controller, wanted), "test")
                 record["admitted"] = decision.admitted
