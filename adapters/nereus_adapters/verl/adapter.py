@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import CAPABILITIES, shards
-from nereus_adapters.verl.calls import call_all
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.reading import job_of

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nereus_adapters.ray_calls import call_all, gathered
 from nereus_adapters.verl import shards
-from nereus_adapters.verl.calls import call_all, gathered
 from nereus_adapters.verl.fleet import Fleet
 from nereus_core.cluster import Device
 from nereus_core.errors import SeatDead

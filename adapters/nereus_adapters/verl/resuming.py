@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nereus_adapters.verl.calls import call_all
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import take_optimizer
 from nereus_adapters.verl.shards import Held, local, local_box

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from nereus_adapters.verl.calls import call_all
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import WorkerFacts, worker_facts
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from nereus_adapters.verl.calls import call_all
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
