@@ -19,6 +19,7 @@ from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.reading import job_of
 from nereus_adapters.verl.recorder import Recorder, SeenStep
+from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.standing import (
@@ -75,6 +76,9 @@ class VerlAdapter(LedgerAdapter):
         super().__init__(Ledger(CAPABILITIES))
         self._trainer, self._timeouts = trainer, config.timeouts
         settings = VerlSettings.of(config.backend)
+        self._refused = "; ".join(refusals(trainer))
+        if self._refused and config.mode == "adapt":
+            raise Unsupported("mode adapt", f"{self._refused}. Modes observe and advise work.")
         ranks = Ranks.of(trainer.actor_rollout_wg.workers, self._timeouts.primitive_s)
         replicas = replicas_of(trainer)
         of_worker = devices_of(ranks, replicas, self._timeouts.primitive_s)
@@ -86,7 +90,7 @@ class VerlAdapter(LedgerAdapter):
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self._linked = self._units
-        self._hybrid = ranks.devices if is_hybrid(trainer) else ()
+        self._hybrid = () if self._refused else ranks.devices
         if self._hybrid:
             self._fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
             limit_s = self._timeouts.primitive_s
@@ -204,7 +208,7 @@ class VerlAdapter(LedgerAdapter):
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         if not self._hybrid:
-            raise Unsupported(str(op), "only hybrid trainers can be changed (sync, colocate_async)")
+            raise Unsupported(str(op), self._refused)
         self._require_runs(op)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)

@@ -19,7 +19,6 @@ from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import take_optimizer
 from nereus_adapters.verl.shards import Held, local, local_box
-from nereus_adapters.verl.standing import is_hybrid
 from nereus_core.cluster import Device
 from nereus_core.errors import PrimitiveError
 from nereus_core.state import Box
@@ -43,7 +42,8 @@ def resume(trainer: Any, role: str, folder: Path) -> int | None:
     """
     workers = trainer.actor_rollout_wg.workers
     saved = sorted(int(m[1]) for f in folder.iterdir() if (m := _FIRST.fullmatch(f.name)))
-    if len(workers) in saved or not saved or not is_hybrid(trainer):
+    part = trainer.config.critic if role == "critic" else trainer.config.actor_rollout_ref.actor
+    if len(workers) in saved or not saved or str(part.strategy) != "fsdp2":
         return None
     ranks = {Device("rank", rank): worker for rank, worker in enumerate(workers)}
     call_all(

@@ -1,5 +1,7 @@
 """Units, boxes and digests: what can be said without a job."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from omegaconf import OmegaConf
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.reading import device_spec, shared_out
+from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.shards import digest
 from nereus_adapters.verl.standing import Ranks, train_units
@@ -140,3 +143,40 @@ def config(*, micro=8, dynamic=False, critic_mini=8, **more):
 def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, expected):
     found = shared_out(given, critic=critic, reference=True)
     assert [n for n in (1, 2, 4, 8, 16, 32) if found % n == 0][-1] == expected
+
+
+def trainer(**changes):
+    actor = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1} | changes.pop("actor", {})
+    parts = {"actor": actor, "model": changes.pop("model", {"lora_rank": 0})}
+    parts["rollout"] = {"pipeline_model_parallel_size": 1} | changes.pop("rollout", {})
+    found = {
+        "actor_rollout_ref": parts,
+        "critic": {"strategy": "fsdp2"} | changes.pop("critic", {}),
+    }
+    return SimpleNamespace(
+        config=OmegaConf.create(found),
+        use_critic=changes.pop("use_critic", True),
+        standalone_server_manager=changes.pop("standalone", None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"standalone": object()}, "separate_async"),
+        ({"actor": {"strategy": "fsdp"}}, "the actor's engine is fsdp;"),
+        ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
+        ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
+        ({"actor": {"ulysses_sequence_parallel_size": 2}}, "Ulysses sequence parallelism over 2"),
+        ({"model": {"lora_rank": 8}}, "LoRA"),
+        ({"rollout": {"data_parallel_size": 2}}, "data_parallel_size=2"),
+    ],
+)
+def test_what_mode_adapt_cannot_change_is_refused_by_name(given, said):
+    (reason,) = refusals(trainer(**given))
+    assert said in reason
+
+
+def test_what_it_can_change_is_not_refused():
+    assert refusals(trainer()) == ()
+    assert refusals(trainer(use_critic=False, critic={"strategy": "megatron"})) == ()
