@@ -126,7 +126,8 @@ class VerlAdapter(LedgerAdapter):
             stage_s={s: t for s, t in seen.stage_s.items() if s in job.workload.stages},
             prompt_tokens=seen.prompt_tokens,
             response_tokens=seen.response_tokens,
-            peak_bytes=self._peaks(seen),
+            # Before its first step an optimizer has no moments: that peak is like no other.
+            peak_bytes=self._peaks(seen) if seen.follows else {},
             healthy=healthy,
             metrics=seen.metrics,
             clip_ratio=seen.clip_ratio,
@@ -279,13 +280,21 @@ class VerlAdapter(LedgerAdapter):
     # --- Inside -------------------------------------------------------------------------------
 
     def _peaks(self, seen: SeenStep) -> dict[Device, int]:
-        """Charge every device of a stage with the largest allocation of its ranks."""
+        """Charge every device of a stage with the largest allocation of its ranks.
+
+        verl reports what a trainer's own process allocates. The weights of a rollout replica lie
+        in another process, on the same device.
+        """
         stages = {"actor": ACTOR_TRAIN, "critic": CRITIC_TRAIN}
         peaks: dict[Device, int] = {}
         for unit in self._units.values():
             for role, peak in seen.peak_bytes.items():
                 if unit.model_stage == stages[role]:
                     peaks |= {d: max(peak, peaks.get(d, 0)) for d in unit.devices}
+        each = self._job.precision.kept_bytes(Stage.GENERATE)
+        for unit in serving(self._units).values():
+            weights = each * self._job.model(unit.model_stage).num_params // len(unit.devices)
+            peaks |= {d: peaks[d] + weights for d in unit.devices if d in peaks}
         return peaks
 
 

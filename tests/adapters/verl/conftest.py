@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from verl_cpu import outgrown
 from verl_cpu.assets import make_assets
 from verl_cpu.command import Ran, environment, overrides, run_job
 from verl_cpu.stem import warm
@@ -88,9 +89,9 @@ def stem(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory, stem: str) -> Callable[..., Job]:
     """Run a job: ``launch(name, *more overrides, plans=..., env=..., nereus=..., **shape)``."""
-    assets = make_assets(tmp_path_factory.mktemp("assets"))
+    usual = make_assets(tmp_path_factory.mktemp("assets"))
 
-    def run(name, *extra, plans=None, env=None, nereus=True, **shape):
+    def run(name, *extra, plans=None, env=None, nereus=True, assets=usual, **shape):
         work = tmp_path_factory.mktemp(name)
         modules = ["verl_cpu.platform", "verl_cpu.rollout"]
         changes = dict(env or {})
@@ -163,3 +164,17 @@ def jobs(launch) -> Callable[[str], Job]:
         return known[name]()
 
     return job
+
+
+@pytest.fixture(scope="session")
+def outgrowing(launch, tmp_path_factory) -> Callable[..., Job]:
+    """Run the job that outgrows two ranks: ``outgrowing(nereus=...)``."""
+    assets = make_assets(tmp_path_factory.mktemp("wide"), **outgrown.MODEL)
+
+    def run(*, nereus: bool) -> Job:
+        more = [*outgrown.OVERRIDES, *(outgrown.SWITCH if nereus else ())]
+        name = "outgrown-adapted" if nereus else "outgrown-fixed"
+        env = outgrown.environment()
+        return launch(name, *more, env=env, nereus=nereus, assets=assets, **outgrown.SHAPE)
+
+    return run

@@ -6,7 +6,7 @@ the engine holds, plus the budget: an allocation over it is refused by the kerne
 its own out-of-memory error. Between those calls there is no limit: what a transition stages lies in
 host memory on a machine with accelerators.
 
-Blocks of 64 KiB and more are mapped one by one and given back at once (glibc's M_MMAP_THRESHOLD),
+Blocks of 256 KiB and more are mapped one by one and given back at once (glibc's M_MMAP_THRESHOLD),
 so that what the kernel counts is what lives.
 """
 
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from nereus_plugins.post_import import after_import
 
 LIMIT_BYTES = int(os.environ.get("VERL_CPU_MEMORY", "0"))
-_MALLOPT = {-3: 65536, -1: 65536, -4: 1_000_000, -8: 1}
+_MALLOPT = {-3: 262144, -1: 262144, -4: 1_000_000, -8: 1}
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX (malloc.h)."""
 _SAMPLE_S = 0.002
 _peak = 0
