@@ -6,7 +6,9 @@ let every actor finish first: whoever goes on with the others afterwards finds t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -22,7 +24,19 @@ def inside(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
     The function is module-level, so that the process imports it, and no coroutine function. It
     runs when the actor's call in progress has ended; in an asynchronous actor, at once.
     """
-    return handle.__ray_call__.remote(function, *args)
+    return handle.__ray_call__.remote(on_own_stack, function, *args)
+
+
+def on_own_stack(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function where it has a whole stack; runs inside the actor.
+
+    An asynchronous actor runs such calls on a fiber of Ray's, whose stack is a fraction of a
+    thread's: unpickling a checkpoint there overwrote what lay below it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return function(actor, *args)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, actor, *args).result()
 
 
 def outcome(refs: Any, awaited: str, timeout_s: float) -> Any:

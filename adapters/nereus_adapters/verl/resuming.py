@@ -134,7 +134,8 @@ def _piece(saved: torch.Tensor, rank: int) -> _Piece:
 
     if not isinstance(saved, DTensor):
         return _Piece(Box((0,) * saved.dim(), tuple(saved.shape)), saved)
-    mine, offset = local(saved), [0] * saved.dim()
+    # Not to_local(): this process need not be in the mesh that was saved.
+    mine, offset = saved._local_tensor, [0] * saved.dim()
     ranks = saved.device_mesh.mesh
     place = (ranks == rank).nonzero()[0].tolist()
     for size, index, placement in zip(ranks.shape, place, saved.placements, strict=True):

@@ -6,14 +6,14 @@ each holds half as much of them, which leaves room for the activations. The limi
 kernel (`budget`).
 """
 
-LENGTHS = (64, 64, 128)
-STEPS = 4
+LENGTHS = (64, 128)
+STEPS = 3
 MODEL = {"hidden": 512, "layers": 4}
 """Eleven million parameters: 66 MB of parameters and moments on each of two ranks."""
 SHAPE = {"devices": 2, "ray_devices": 4, "steps": STEPS, "response": 128, "micro": 4}
 RANK_BYTES = 192_000_000
-"""Of a rank's engine. Seen: 156 to 182 MB for the first batches on two ranks, 209 for a long one; 166
-for a long one on four."""
+"""Of a rank's engine. Seen: 129 MB for the first batch on two ranks, 209 for a long one; 166 for a
+long one on four."""
 ROLLOUT_BYTES = 44_100_000
 """Of a replica's weights, which lie in its own process."""
 OVERRIDES = (
@@ -23,7 +23,7 @@ OVERRIDES = (
 SWITCH = (
     "+nereus.policy.admission=never",  # nothing opportunistic: only what is needed
     "+nereus.backend.max_devices=4",
-    "+nereus.policy.memory_headroom=0",
+    "+nereus.policy.memory_headroom=0.135",
     f"+nereus.backend.device_memory_bytes={RANK_BYTES + ROLLOUT_BYTES}",
 )
 """What Nereus may do, beside ``+nereus.enable=true``: grow, out of what Ray has free."""
