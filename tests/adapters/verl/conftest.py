@@ -119,10 +119,6 @@ def jobs(launch) -> Callable[[str], Job]:
     def fixed_grpo():
         return launch("fixed-grpo", "+nereus.mode=advise")
 
-    def stock_grpo():
-        """verl alone, on twice the ranks: what another number of ranks does to its figures."""
-        return launch("stock-grpo", nereus=False, devices=4)
-
     def forced_grpo():
         save = f"trainer.save_freq={SAVED_STEP}"
         fault = {"VERL_CPU_FAULT": f"refuse-join,hang-sync:{STEPS}"}
@@ -151,7 +147,6 @@ def jobs(launch) -> Callable[[str], Job]:
 
     known = {
         "fixed-grpo": fixed_grpo,
-        "stock-grpo": stock_grpo,
         "forced-grpo": forced_grpo,
         "fixed-ppo": fixed_ppo,
         "forced-ppo": forced_ppo,
