@@ -18,27 +18,23 @@ STEPS = 6
 JOB_S = 900
 """A job of six steps takes about a minute on two cores that do nothing else; a limit of this much
 is for a job that hangs."""
-SAVED_STEP = 4
-"""After this step the forced GRPO job's state is saved, while it is sharded as HSDP 2x2."""
+SAVED_STEP = 3
+"""The forced GRPO job's state of this step is saved, while it is sharded as HSDP 2x2."""
 WIDE = {"actor/generate": ["tp1pp1", 4], "actor/train": ["tp2pp1", 4]}
+NARROW = {"actor/generate": ["tp1pp1", 2], "actor/train": ["tp2pp1", 2]}
 GRPO_PLANS = {
     1: {"actor/generate": ["tp2pp1", 2]},
-    2: WIDE,  # the ranks refuse to meet, once
-    3: WIDE,
-    4: {"actor/train": ["tp4pp1", 4]},
-    5: {"actor/generate": ["tp1pp1", 2], "actor/train": ["tp2pp1", 2]},
+    2: WIDE,
+    3: {"actor/train": ["tp4pp1", 4]},
+    4: NARROW,  # the ranks refuse to meet, once
+    5: NARROW,
 }
-"""Rollout TP1x2 -> TP2x1 -> TP1x4; actor 2 ranks -> 4 as HSDP 2x2 -> 4 as FSDP -> 2."""
+"""Rollout TP1x2 -> TP2x1 -> TP1x4 -> TP1x2; actor 2 ranks -> HSDP 2x2 -> FSDP 4 -> 2."""
 PPO_PLANS = {
     1: {"critic/train": ["tp1pp1", 2]},
     2: {"ref/infer": ["tp1pp1", 2]},
     3: {**WIDE, "critic/train": ["tp2pp1", 4], "ref/infer": ["tp1pp1", 4]},
-    4: {
-        "actor/generate": ["tp1pp1", 2],
-        "actor/train": ["tp2pp1", 2],
-        "critic/train": ["tp2pp1", 2],
-        "ref/infer": ["tp2pp1", 2],
-    },
+    4: {**NARROW, "critic/train": ["tp2pp1", 2], "ref/infer": ["tp2pp1", 2]},
     5: {"actor/train": ["tp1pp1", 2]},  # rank 1 is killed as it sends its part
 }
 """Critic and reference alone, then all of them to twice the devices and back."""
@@ -121,7 +117,7 @@ def jobs(launch) -> Callable[[str], Job]:
 
     def forced_grpo():
         save = f"trainer.save_freq={SAVED_STEP}"
-        fault = {"VERL_CPU_FAULT": f"refuse-join,hang-sync:{STEPS}"}
+        fault = {"VERL_CPU_FAULT": f"refuse-join:4,hang-sync:{STEPS}"}
         return launch(
             "forced-grpo", *FORCED, ROOM, save, plans=GRPO_PLANS, ray_devices=4, env=fault
         )
@@ -142,6 +138,7 @@ def jobs(launch) -> Callable[[str], Job]:
             name,
             "trainer.resume_mode=resume_path",
             f"trainer.resume_from_path={saved}",
+            steps=SAVED_STEP + 2,
             **shape,
         )
 

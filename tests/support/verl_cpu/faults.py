@@ -1,8 +1,8 @@
 """Faults inside verl's workers, asked for with ``VERL_CPU_FAULT``.
 
-``kill-rank:5`` ends rank 1 as it sends state after step 5; ``refuse-join`` keeps the ranks of the
-first new process group from meeting. The driver sends a function of this module in place of the
-adapter's, so that it is found by its name in every worker.
+``kill-rank:5`` ends rank 1 as it sends state after step 5; ``refuse-join:4`` keeps the ranks of the
+first new process group after step 4 from meeting. The driver sends a function of this module in
+place of the adapter's, so that it is found by its name in every worker.
 """
 
 import os
@@ -35,9 +35,5 @@ def refused_join(worker, rank, meet, seats):
 
 def arm(step):
     """Break what is to break in the transition after a step; called in the driver."""
-    if f"kill-rank:{step}" in FAULTS:
-        shards.send = killed_send
-
-
-if "refuse-join" in FAULTS:
-    rebuild.join = refused_join
+    shards.send = killed_send if f"kill-rank:{step}" in FAULTS else _send
+    rebuild.join = refused_join if f"refuse-join:{step}" in FAULTS else _join
