@@ -49,7 +49,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         requirement="verl>=0.9,<0.10",
         install="pip install 'nereus[verl]'",
         seams=SEAMS,
-        tiers=("real",),
+        tiers=(),
     )
 
 
