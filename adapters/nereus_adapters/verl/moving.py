@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nereus_adapters.ray_calls import call_all, gathered, inside
+from nereus_adapters.ray_calls import apart, call_all, gathered
 from nereus_adapters.verl import shards
 from nereus_adapters.verl.fleet import Fleet
 from nereus_core.cluster import Device
@@ -111,9 +111,9 @@ class Move:
         inbox: dict[Device, list[Any]] = defaultdict(list)
         for (source, unit, target), wanted in pairs.items():
             worker = fleet.seat(source).worker
-            inbox[target].append(inside(worker, shards.send, self.role, unit, wanted))
+            inbox[target].append(apart(worker, shards.send, self.role, unit, wanted))
         asked = {
-            device: inside(
+            device: apart(
                 fleet.seat(device).worker, shards.receive, self._target(device), *messages
             )
             for device, messages in inbox.items()
@@ -161,7 +161,7 @@ class Move:
     def _forget(self, fleet: Fleet, timeout_s: float) -> None:
         for unit in self.made:
             for worker in fleet.workers(unit.devices).values():
-                inside(worker, shards.drop, [str(unit.id)])
+                apart(worker, shards.drop, [str(unit.id)])
 
 
 def shard_boxes(shapes: Mapping[str, tuple[int, ...]], unit: Unit) -> list[dict[str, Box]]:

@@ -54,7 +54,7 @@ def resume(trainer: Any, role: str, folder: Path) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """What one rank saved of a tensor."""
 
     box: Box
@@ -70,7 +70,7 @@ def load(worker: Any, role: str, folder: str, world: int) -> None:
     for name, tensor in wanted.items():
         if name in models[0]:
             pieces = [_piece(model[name], r) for r, model in enumerate(models)]
-            _fill(local(tensor), local_box(tensor), pieces, name)
+            fill(local(tensor), local_box(tensor), pieces, name)
         elif isinstance(tensor, torch.nn.Parameter):
             raise PrimitiveError(f"{path} holds no {name}: it is of another model.")
     del models
@@ -104,12 +104,12 @@ def _take_moments(engine: Any, state: Held, saved: list[Mapping[str, Any]]) -> N
                     continue
                 pieces = [_piece(part["state"][index][slot], r) for r, part in enumerate(saved)]
                 room = torch.empty(box.shape, dtype=pieces[0].tensor.dtype)
-                _fill(room, box, pieces, f"{slot} of {name}")
+                fill(room, box, pieces, f"{slot} of {name}")
                 state.tensors[slot, name] = room
             state.boxes[name], state.shapes[name] = box, tuple(parameter.shape)
 
 
-def _fill(room: torch.Tensor, box: Box, pieces: list[_Piece], what: str) -> None:
+def fill(room: torch.Tensor, box: Box, pieces: list[Piece], what: str) -> None:
     """Copy a box out of the pieces that hold it; raises PrimitiveError where a part is missing."""
     missing = box.num_elements
     done: set[Box] = set()
@@ -125,7 +125,7 @@ def _fill(room: torch.Tensor, box: Box, pieces: list[_Piece], what: str) -> None
         raise PrimitiveError(f"{what}: {missing} elements of {box} are in no file.")
 
 
-def _piece(saved: torch.Tensor, rank: int) -> _Piece:
+def _piece(saved: torch.Tensor, rank: int) -> Piece:
     """Say where in the whole tensor a rank's part lies, from the mesh that was saved with it.
 
     Source: torch.distributed.tensor.Shard(0), which cuts as ``torch.chunk`` does (`shard_boxes`).
@@ -133,7 +133,7 @@ def _piece(saved: torch.Tensor, rank: int) -> _Piece:
     from torch.distributed.tensor import DTensor
 
     if not isinstance(saved, DTensor):
-        return _Piece(Box((0,) * saved.dim(), tuple(saved.shape)), saved)
+        return Piece(Box((0,) * saved.dim(), tuple(saved.shape)), saved)
     # Not to_local(): this process need not be in the mesh that was saved.
     mine, offset = saved._local_tensor, [0] * saved.dim()
     ranks = saved.device_mesh.mesh
@@ -142,7 +142,7 @@ def _piece(saved: torch.Tensor, rank: int) -> _Piece:
         if placement.is_shard():
             rows = -(-saved.shape[placement.dim] // size)
             offset[placement.dim] = min(index * rows, saved.shape[placement.dim])
-    return _Piece(Box(tuple(offset), tuple(mine.shape)), mine)
+    return Piece(Box(tuple(offset), tuple(mine.shape)), mine)
 
 
 def _read(folder: Path, kind: str, world: int, rank: int) -> Any:

@@ -13,11 +13,12 @@ from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.reading import device_spec, shared_out
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.relinking import assembly
+from nereus_adapters.verl.resuming import Piece, fill
 from nereus_adapters.verl.shards import digest
 from nereus_adapters.verl.standing import Ranks, train_units
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
-from nereus_core.errors import ConfigError, PlanError
+from nereus_core.errors import ConfigError, PlanError, PrimitiveError
 from nereus_core.layout import Layout
 from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -180,3 +181,32 @@ def test_what_mode_adapt_cannot_change_is_refused_by_name(given, said):
 def test_what_it_can_change_is_not_refused():
     assert refusals(trainer()) == ()
     assert refusals(trainer(use_critic=False, critic={"strategy": "megatron"})) == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    saved_by=st.integers(1, 4),
+    copies=st.integers(1, 2),
+    read_by=st.integers(1, 4),
+)
+def test_a_rank_reads_its_rows_out_of_whatever_files(rows, saved_by, copies, read_by):
+    whole = torch.arange(rows * 3, dtype=torch.float32).reshape(rows, 3)
+    cut = [piece_of(whole, saved_by, rank) for rank in range(saved_by)] * copies  # HSDP copies
+    for rank in range(read_by):
+        box = piece_of(whole, read_by, rank).box
+        room = torch.full(box.shape, -1.0)
+        fill(room, box, cut, "w")
+        assert torch.equal(room, whole[box.within(Box((0, 0), (rows, 3)))])
+
+
+def test_a_part_that_is_in_no_file_is_named():
+    whole = torch.zeros(4, 3)
+    with pytest.raises(PrimitiveError, match="w: 6 elements"):
+        fill(torch.zeros(4, 3), Box((0, 0), (4, 3)), [piece_of(whole, 2, 0)], "w")
+
+
+def piece_of(whole, ranks, rank):
+    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
+    box = shard_boxes({"w": tuple(whole.shape)}, unit)[rank]["w"]
+    return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
