@@ -17,7 +17,7 @@ hook are called in reverse alphabetical order of entry-point names unless they s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -77,6 +77,29 @@ def nereus_launch(name: str, config: NereusConfig) -> Launched | None:
 
     Called on: the driver.
     Called when: ``nereus run`` starts, once.
+    """
+
+
+@hookspec
+def nereus_frameworks() -> Iterable[str]:  # type: ignore[empty-body]
+    """Names of frameworks whose own command this plugin can run with Nereus in it.
+
+    Called on: the driver.
+    Called when: ``nereus run --NAME -- ARGUMENTS`` reads its command line.
+    """
+
+
+@hookspec(firstresult=True)
+def nereus_run_framework(
+    name: str, keys: Mapping[str, object], arguments: Sequence[str]
+) -> int | None:
+    """Run a framework's own command with Nereus in it; None when the name is not yours.
+
+    *keys* are nested keys of the configuration, *arguments* the framework's own, untouched. Returns
+    an exit code. Stops at the first result that is not None.
+
+    Called on: the driver.
+    Called when: ``nereus run --NAME -- ARGUMENTS``, once.
     """
 
 

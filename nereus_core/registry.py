@@ -11,7 +11,7 @@ import difflib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -249,6 +249,27 @@ class Registry:
                 "nereus_create_adapter returned None for that name."
             )
         return adapter
+
+    def frameworks(self) -> tuple[str, ...]:
+        """Return the frameworks whose own command a plugin can run, sorted."""
+        found = [self._call(plugin, "nereus_frameworks") for plugin in self._plugins]
+        return tuple(sorted({name for names in found for some in names for name in some}))
+
+    def run_framework(self, name: str, keys: Mapping[str, object], arguments: Sequence[str]) -> int:
+        """Run a framework's own command with Nereus in it; returns its exit code.
+
+        Raises:
+            AdapterError: no installed plugin runs that framework.
+        """
+        code: int | None = self._manager.hook.nereus_run_framework(
+            name=name, keys=keys, arguments=arguments
+        )
+        if code is None:
+            known = ", ".join(self.frameworks()) or "none"
+            raise AdapterError(
+                f"no installed plugin runs {name!r}; those that can be run: {known}."
+            )
+        return code
 
     def add_hookspecs(self, specs: ModuleType) -> None:
         """Add a room's own hooks; adding the same specs again does nothing."""

@@ -11,6 +11,7 @@ from nereus_core.cli.adapters import adapters
 from nereus_core.cli.conform import conform
 from nereus_core.cli.doctor import doctor
 from nereus_core.cli.explain import explain
+from nereus_core.cli.framework import OfFramework
 from nereus_core.cli.outcome import EXIT_CODES, Guarded
 from nereus_core.cli.plan import plan
 from nereus_core.cli.report import report
@@ -28,7 +29,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (run, adapters, doctor, plan, explain, report, conform):
+app.command(cls=OfFramework, epilog=EXIT_CODES)(run)
+for command in (adapters, doctor, plan, explain, report, conform):
     app.command(epilog=EXIT_CODES)(command)
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from nereus_core.attach import attached
 from nereus_core.checkpoints import Checkpoints
+from nereus_core.cli.framework import named_framework, run_framework
 from nereus_core.config import NereusConfig
 from nereus_core.errors import CheckpointError, ConfigError
 from nereus_core.events import EventLog
@@ -32,7 +33,8 @@ from nereus_core.runner import drive
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="nereus.toml of the job.")],
+    ctx: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="nereus.toml of the job.")] = None,
     adapter: Annotated[
         str | None, typer.Option(help="Adapter, instead of the one configured.")
     ] = None,
@@ -70,7 +72,16 @@ def run(
       nereus run nereus.toml --resume runs/latest/checkpoints
 
       nereus run nereus.toml --set policy.delta=0.1 --set 'backend.events=[]'
+
+    A framework's own job, whose flags stand behind --; CONFIG may be left out:
+
+      nereus run --openrlhf --mode advise -- --actor.model_name_or_path ...
     """
+    if named_framework(ctx) is not None:
+        keys = _keys(config, assign or [], adapter, mode, run_dir)
+        return run_framework(ctx, keys)
+    if config is None:
+        raise typer.BadParameter("names no job: expected CONFIG, or --FRAMEWORK -- ARGUMENTS")
     settings = _settings(config, assign or [], adapter, mode, run_dir, resume)
     sys.path.insert(0, str(config.resolve().parent))
     settings.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,6 +121,21 @@ def _settings(
         values = _merged(values, {"checkpoint": {"resume": resume}})
     given = {"adapter": adapter, "mode": mode, "run_dir": run_dir}
     return NereusConfig.of(values | {key: v for key, v in given.items() if v is not None})
+
+
+def _keys(
+    config: Path | None,
+    assignments: Sequence[str],
+    adapter: str | None,
+    mode: str | None,
+    run_dir: Path | None,
+) -> dict[str, Any]:
+    """Write what the command line says as keys that a plugin reads."""
+    given = {"config": config, "adapter": adapter, "mode": mode, "run_dir": run_dir}
+    keys = {key: value for key, value in given.items() if value is not None}
+    for text in assignments:
+        keys = _merged(keys, _assignment(text))
+    return keys
 
 
 def _assignment(text: str) -> dict[str, Any]:

@@ -1,10 +1,23 @@
-"""OpenRLHF: one real `train_ppo_ray` job without Nereus, watched by it, and changed by it, in turn.
+"""OpenRLHF: one real `train_ppo_ray` job with and without Nereus, on responses that grow.
 
-Sampling is all but greedy, so that the jobs see the same responses as long as bfloat16 breaks no
-tie another way, and gradient norms can be compared: the watched job is a second fixed one. It runs
-on this machine's CPU with a tiny model: what counts are ratios within one run. The first step of a
-job, in which engines warm up, is left out. A transition's seconds are those for which the job was
-held; the changed job goes engines 2xTP1 -> 1xTP2 -> 2xTP1 and actor 2 -> 1 -> 2 ranks.
+Three parts, on this machine's CPU with tiny models: what counts are ratios within one run.
+
+- ``growing``: a GRPO job whose responses grow sixfold, run three times: by OpenRLHF alone,
+  watched by Nereus, and changed by it (engines 2xTP1 -> 1xTP2 -> 2xTP1, actor 2 -> 1 -> 2 ranks).
+  The first step of a job, in which engines warm up, is left out of the median. A transition's
+  seconds are those for which the job was held; ``peak_bytes`` is the most that all processes of
+  the job hold in memory that is theirs (PSS), sampled twice a second.
+- ``memory``: each rank of the actor may have so many bytes beyond those it began with, and the
+  kernel enforces it (RLIMIT_DATA). Responses grow until the activations of a step no longer fit
+  on ranks of [2, tp1]. OpenRLHF alone dies there; with Nereus the job goes on as [1, tp2], by its
+  own decision.
+- ``starts``: a change of engines, 2xTP1 -> 1xTP2, whose new engine starts in new processes that
+  vLLM spawns, as OpenRLHF's own engines start, and one whose engine starts in a seat that waited
+  for it.
+
+Processes of the first two parts are forked from one that has imported everything
+(tests/support/openrlhf_cpu/stem.py), those of ``starts`` are not. Each part takes two to six
+minutes.
 
 Needs the environment of `tox -e real-openrlhf`:
     tox exec -e real-openrlhf -- python tests/benchmarks/openrlhf_job.py --json
@@ -17,19 +30,25 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))  # openrlhf_job
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # before this file: openrlhf_job
 
-JOB = {
+PARTS = ("growing", "memory", "starts")
+PROMPTS, SAMPLES = 8, 2
+GROWING = {
     "vllm__num_engines": 2,
     "actor__num_gpus_per_node": 2,
     "algo__advantage__estimator": "reinforce",
     "algo__kl__init_coef": 0,
     "algo__kl__use_loss": False,
-    "rollout__top_p": 1e-6,
+    "rollout__max_new_tokens": 96,
+    "data__max_len": 128,
 }
 FORCE = {
     "2": {"actor/train": [[0]]},
@@ -37,93 +56,243 @@ FORCE = {
     "4": {"actor/generate": [[0, 1]]},
     "5": {"actor/generate": [[0], [1]]},
 }
+MEMORY = {
+    "vllm__num_engines": 1,
+    "actor__num_gpus_per_node": 2,
+    "algo__advantage__estimator": "reinforce",
+    "algo__kl__init_coef": 0,
+    "algo__kl__use_loss": False,
+    "rollout__max_new_tokens": 640,
+    "data__max_len": 672,
+    "ds__attn_implementation": "sdpa",
+}
+MEMORY_MODEL = {"hidden": 256, "intermediate": 1024, "layers": 8, "positions": 1024}
+MEMORY_LENGTHS = (64, 64, 64, 128, 192, 256, 640, 640)
+MEMORY_BYTES = 600 * 2**20
 
 
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--steps", type=int, default=8, help="of each job")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--steps", type=int, default=8, help="of each job of the part growing")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for what the jobs write; removed if not given"
+    )
     chosen = parser.parse_args()
-    found = measured(chosen.steps) if find_spec("openrlhf") else {"skipped": "no openrlhf here"}
+    found: dict[str, Any] = {"skipped": "no openrlhf here"}
+    if find_spec("openrlhf"):
+        with _folder(chosen.keep) as folder, redirect_stdout(sys.stderr):  # frameworks print
+            found = measured(folder, chosen.parts, chosen.steps)
     if chosen.json:
         print(json.dumps(found))
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("figure", "value", title="one OpenRLHF job, three times")
-    for key, value in found.items():
-        table.add_row(key, str(value))
-    Console().print(table)
+    for part, figures in found.items():
+        table = Table("figure", "value", title=f"one OpenRLHF job, {part}")
+        for key, value in figures.items() if isinstance(figures, dict) else [("", figures)]:
+            table.add_row(key, str(value))
+        Console().print(table)
 
 
-def measured(steps: int) -> dict[str, Any]:
-    """Run the three jobs."""
+def measured(folder: Path, parts: Sequence[str], steps: int) -> dict[str, Any]:
+    """Measure these parts."""
+    import openrlhf_job
+
+    found: dict[str, Any] = {}
+    if {"growing", "memory"} & set(parts):
+        folder.mkdir(parents=True, exist_ok=True)
+        with openrlhf_job.stem(folder):
+            if "growing" in parts:
+                found["growing"] = growing(folder / "growing", steps)
+            if "memory" in parts:
+                found["memory"] = memory(folder / "memory")
+    if "starts" in parts:
+        found["starts"] = starts(folder / "starts")
+    return found
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        from openrlhf_job import make_assets
+        yield Path(name)
 
-        assets = make_assets(folder / "assets", prompts=8 * steps)
-        plain = _run(assets, folder / "fixed", steps, None)
-        seen = _run(assets, folder / "watched", steps, "observe")
-        fixed, watched = _step_s(plain), _step_s(seen)
-        changed = _run(assets, folder / "changed", steps, "adapt")
-        held = _events(folder / "changed", "TransitionFinished")
-        finished = _events(folder / "changed", "RunFinished")[0]
-    changing_s = sum(event["elapsed_s"] for event in held)
+
+# --- Responses that grow --------------------------------------------------------------------------
+
+
+def growing(folder: Path, steps: int) -> dict[str, Any]:
+    """Run the job three times: without Nereus, watched by it, and changed by it."""
+    from openrlhf_job import make_agent, make_assets
+
+    assets = make_assets(folder / "assets", prompts=PROMPTS * steps)
+    lengths = [16 * (1 + step * 5 // max(1, steps - 1)) for step in range(steps)]
+    jobs, peaks = {}, {}
+    for name, mode in (("fixed", None), ("watched", "observe"), ("changed", "adapt")):
+        agent = make_agent(folder / name, assets, lengths, PROMPTS * SAMPLES)
+        words = dict(GROWING, train__agent_func_path=agent, data__max_samples=PROMPTS * steps)
+        with _peak() as peak:
+            jobs[name] = _run(assets, folder / name, words, mode, FORCE)
+        peaks[name] = peak[0]
+    plain, seen, changed = (_steps(jobs[name]) for name in jobs)
+    held = _events(folder / "changed", "TransitionFinished")
+    ends = _events(folder / "changed", "RunFinished")[0]
+    fixed_s = statistics.median(step["timing/step_total"] for step in plain[1:])
     return {
         "steps": steps,
-        "fixed_step_s": fixed,
-        "watched_step_s": watched,
-        "watched_over_fixed": watched / fixed,
-        "changed_step_s": _step_s(changed),
-        "transitions": len(held),
-        "transitions_done": sum(event["outcome"] == "done" for event in held),
+        "response_tokens": lengths,
+        "fixed_step_s": fixed_s,
+        "watched_step_s": statistics.median(step["timing/step_total"] for step in seen[1:]),
+        "changed_step_s": statistics.median(step["timing/step_total"] for step in changed[1:]),
+        "wall_s": {name: ran.wall_s for name, ran in jobs.items()},
+        "transitions": [_transition(event, folder / "changed") for event in held],
         "group_transition_s": statistics.mean(event["elapsed_s"] for event in held[:2]),
         "engine_transition_s": statistics.mean(event["elapsed_s"] for event in held[2:]),
-        "group_transition_steps": statistics.mean(e["elapsed_s"] for e in held[:2]) / fixed,
-        "part_of_run_in_transitions": changing_s / finished["elapsed_s"],
-        "grad_norm_gap_of_two_fixed_jobs": _gap(plain, seen),
-        "grad_norm_gap_of_the_changed_job": _gap(plain, changed),
-        "moved_bytes": sum(event["moved_bytes"] for event in held),
+        "part_of_run_in_transitions": sum(e["elapsed_s"] for e in held) / ends["elapsed_s"],
+        "peak_bytes": peaks,
     }
 
 
-def _run(assets: Path, folder: Path, steps: int, mode: str | None) -> Any:
+def _transition(event: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Say what a transition cost, and in which of its phases."""
+    lines = (folder / "seen").read_text(encoding="utf-8").splitlines()
+    phases = {r["step"]: r["phases"] for r in map(json.loads, lines)}[event["step"] + 1]
+    units = {stage: len(p["units"]) for stage, p in event["plan"].items()}
+    return {
+        "outcome": event["outcome"],
+        "held_s": event["elapsed_s"],
+        "phases_s": phases,
+        "moved_bytes": event["moved_bytes"],
+        "units_after": units,
+    }
+
+
+# --- Memory that does not suffice -----------------------------------------------------------------
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """Run a job under a limit of memory twice: by OpenRLHF alone, and with Nereus."""
+    from openrlhf_job import make_agent, make_assets
+
+    steps = len(MEMORY_LENGTHS)
+    assets = make_assets(folder / "assets", prompts=PROMPTS * steps, **MEMORY_MODEL)
+    found: dict[str, Any] = {"bytes_per_rank": MEMORY_BYTES, "response_tokens": MEMORY_LENGTHS}
+    for name, mode in (("fixed", None), ("nereus", "adapt")):
+        agent = make_agent(folder / name, assets, MEMORY_LENGTHS, PROMPTS * SAMPLES)
+        words = dict(MEMORY, train__agent_func_path=agent, data__max_samples=PROMPTS * steps)
+        ran = _run(assets, folder / name, words, mode, {}, limit_bytes=MEMORY_BYTES)
+        found[name] = {
+            "exit_code": ran.code,
+            "steps_done": len(_steps(ran)),
+            "died_of": next((line for line in ran.output.splitlines() if "allocate" in line), None),
+        }
+    found["nereus"]["transitions"] = [
+        {key: event[key] for key in ("step", "outcome", "elapsed_s", "plan")}
+        for event in _events(folder / "nereus", "TransitionFinished")
+    ]
+    return found
+
+
+# --- Engines that start ---------------------------------------------------------------------------
+
+
+def starts(folder: Path) -> dict[str, Any]:
+    """Change engines twice: new processes, and seats."""
+    from openrlhf_job import make_assets
+
+    assets = make_assets(folder / "assets", prompts=PROMPTS * 2)
+    words = {k: v for k, v in GROWING.items() if not k.startswith("rollout")}
+    words |= {"actor__num_gpus_per_node": 1, "data__max_len": 64, "data__max_samples": PROMPTS * 2}
+    force = {"1": {"actor/generate": [[0, 1]]}}
+    found: dict[str, Any] = {}
+    for name, seats, method in (("processes", 0, "spawn"), ("seats", 2, None)):
+        _run(assets, folder / name, words, "adapt", force, seats=seats, method=method)
+        (event,) = _events(folder / name, "TransitionFinished")
+        found[name] = _transition(event, folder / name)
+    found["ratio"] = found["processes"]["held_s"] / found["seats"]["held_s"]
+    return found
+
+
+# --- Jobs -----------------------------------------------------------------------------------------
+
+
+def _run(
+    assets: Path,
+    folder: Path,
+    words: dict[str, Any],
+    mode: str | None,
+    force: dict[str, Any],
+    limit_bytes: int | None = None,
+    seats: int | None = None,
+    method: str | None = None,
+) -> Any:
     import openrlhf_job
 
-    words = openrlhf_job.flags(assets, folder, data__max_samples=8 * steps, **JOB)
-    more = {}
+    flags = openrlhf_job.flags(assets, folder, **words)
+    more = {} if limit_bytes is None else {"OPENRLHF_TEST_RANK_BYTES": str(limit_bytes)}
+    if method is not None:
+        more["VLLM_WORKER_MULTIPROC_METHOD"] = method
+    if seats is not None:
+        flags.append(f"--nereus.backend.warm_engines={seats}")
+    module = "openrlhf.cli.train_ppo_ray" if mode is None else "nereus_plugins.openrlhf"
     if mode is not None:
-        words += ["--nereus.enable", f"--nereus.mode={mode}", f"--nereus.run_dir={folder / 'run'}"]
-        words += ["--nereus.policy.admission=never"]
-    if mode == "adapt":
-        more = {
-            "OPENRLHF_TEST_FORCE": json.dumps(FORCE),
+        flags += ["--nereus.enable", f"--nereus.mode={mode}", f"--nereus.run_dir={folder / 'run'}"]
+    if mode is not None and limit_bytes is not None:
+        flags += [f"--nereus.backend.memory_bytes={limit_bytes}"]
+    elif mode == "adapt":
+        flags += ["--nereus.policy.admission=never"]
+        more |= {
+            "OPENRLHF_TEST_FORCE": json.dumps(force),
             "OPENRLHF_TEST_SEEN": str(folder / "seen"),
         }
-    ran = openrlhf_job.run(words, folder, more=more, timeout_s=900)
-    if ran.code:
+    ran = openrlhf_job.run(flags, folder, more=more, timeout_s=900, module=module)
+    if ran.code and limit_bytes is None:
         raise RuntimeError(f"the job ended with {ran.code}: {ran.output[-3000:]}")
     return ran
 
 
-def _step_s(ran: Any) -> float:
-    """Median seconds of a step, the first left out."""
-    return statistics.median(step["timing/step_total"] for step in ran.steps()[1:])
-
-
-def _gap(one: Any, other: Any) -> float:
-    """Largest relative difference of the actor's gradient norm in any step."""
-    pairs = zip(one.steps(), other.steps(), strict=True)
-    norms = [(a["actor_grad_norm"], b["actor_grad_norm"]) for a, b in pairs]
-    return max(abs(a - b) / a for a, b in norms)
+def _steps(ran: Any) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = ran.steps()
+    return found
 
 
 def _events(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@contextmanager
+def _peak() -> Iterator[list[int]]:
+    """Sample what all processes below this one hold; the most lies in what is yielded."""
+    import psutil
+
+    most, over = [0], threading.Event()
+
+    def sample() -> None:
+        own = psutil.Process()
+        while not over.wait(0.5):
+            held = 0
+            for process in own.children(recursive=True):
+                try:
+                    held += process.memory_full_info().pss
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+            most[0] = max(most[0], held)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        sampler.join()
 
 
 if __name__ == "__main__":

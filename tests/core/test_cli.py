@@ -385,3 +385,38 @@ def test_a_terminated_run_still_closes_and_reports(config, tmp_path):
     assert rest.splitlines()[-1] == str(tmp_path / "run" / "report.html")
     run = RunRecord.of(read_events(Path(tmp_path / "run" / "events.jsonl")))
     assert run.finished.outcome == "interrupted"
+
+
+FRAMEWORK = """
+from nereus_core.hookspecs import hookimpl
+
+@hookimpl
+def nereus_frameworks():
+    return ("acme",)
+
+@hookimpl
+def nereus_run_framework(name, keys, arguments):
+    print(name, keys, arguments)
+    return 3 if "--fail" in arguments else 0
+"""
+
+
+def test_a_framework_is_run_with_what_stands_behind_two_dashes(shelf):
+    shelf.put("acme-run", acme=FRAMEWORK)
+    shelf.registry("acme")
+    found = nereus(
+        "run", "--acme", "--mode", "advise", "--set", "policy.delta=0.1", "--", "--mode", "x", "y"
+    )
+    assert found.exit_code == 0, found.output
+    keys = {"mode": "advise", "policy": {"delta": 0.1}}
+    assert found.stdout == f"acme {keys} {['--mode', 'x', 'y']}\n"
+    assert nereus("run", "--acme", "--", "--fail").exit_code == 3
+
+
+def test_a_framework_that_nobody_runs_is_a_wrong_option(shelf):
+    shelf.put("acme-run", acme=FRAMEWORK)
+    shelf.registry("acme")
+    found = nereus("run", "--acne", "--", "x")
+    assert found.exit_code == 2
+    assert "--acne" in found.output
+    assert "names no job" in nereus("run", "--mode", "advise").output

@@ -10,7 +10,13 @@ HOOKS = {
     for name, f in vars(hookspecs).items()
     if name.startswith("nereus_") and inspect.isfunction(f)
 }
-FIRST = {"nereus_create_adapter", "nereus_launch", "nereus_efficiency_priors", "nereus_veto"}
+FIRST = {
+    "nereus_create_adapter",
+    "nereus_launch",
+    "nereus_run_framework",
+    "nereus_efficiency_priors",
+    "nereus_veto",
+}
 
 
 def test_all_hooks_are_known_to_pluggy():

@@ -8,11 +8,15 @@ import json
 import os
 import random
 import re
+import secrets
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +36,96 @@ def reward_func(queries, prompts, labels):
 '''
 
 
-def make_assets(folder: Path, prompts: int = 64) -> Path:
-    """Write a 2-layer Qwen2 with a byte-level tokenizer, prompts and a reward function."""
+AGENT = """
+from copy import deepcopy
+
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+ASKED, EACH, LENGTHS = {asked!r}, {each}, {lengths}
+
+
+class AgentExecutor(SingleTurnAgentExecutor):
+    \"\"\"Gives responses a length that grows, as of a model that learns to think.\"\"\"
+
+    def __init__(self):
+        super().__init__({reward!r})
+
+    async def execute(self, prompt, label, sampling_params, *args, **kwargs):
+        with open(ASKED, "ab", buffering=0) as asked:  # appended to by every engine
+            asked.write(b".")
+            number = asked.tell() - 1
+        length = LENGTHS[min(number // EACH, len(LENGTHS) - 1)]
+        own = deepcopy(sampling_params)
+        own.max_tokens = own.min_tokens = length
+        own.ignore_eos = True
+        return await super().execute(prompt, label, own, *args, **kwargs)
+"""
+
+
+RECORDED = """
+import random
+
+from openrlhf.utils.agent import AgentExecutorBase
+
+
+class AgentExecutor(AgentExecutorBase):
+    \"\"\"Answers with recorded responses, so that jobs to be compared train on the same data.\"\"\"
+
+    def __init__(self):
+        self.asked = {{}}
+
+    async def execute(self, prompt, label, params, max_length, hf_tokenizer, *args, **kwargs):
+        number = self.asked[prompt] = self.asked.get(prompt, 0) + 1
+        recorded = random.Random(f"{{prompt}} {{number % {samples}}}")
+        response = [recorded.randrange(2, 512) for _ in range(16)]
+        tokens = hf_tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
+        reward = sum(token % 2 for token in response) / len(response)
+        return dict(
+            prompt=prompt, label=label, images=None, mm_train_inputs=None,
+            reward=reward, scores=reward,
+            observation_tokens=tokens + response,
+            action_ranges=[(len(tokens), len(tokens) + len(response))],
+            rollout_log_probs=None, truncated=False, extra_logs={{}},
+        )
+"""
+
+
+def make_recorded(folder: Path, samples: int) -> Path:
+    """Write the code of a user whose responses are the same in every job, ``samples`` a prompt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recorded.py"
+    path.write_text(RECORDED.format(samples=samples), encoding="utf-8")
+    return path
+
+
+def make_agent(folder: Path, assets: Path, lengths: Sequence[int], each: int) -> Path:
+    """Write the code of a user whose responses have these lengths, for ``each`` samples in turn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, asked = folder / "agent.py", str(folder / "asked")
+    reward = str(assets / "reward.py")
+    text = AGENT.format(asked=asked, each=each, lengths=tuple(lengths), reward=reward)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def make_assets(
+    folder: Path,
+    prompts: int = 64,
+    *,
+    hidden: int = 128,
+    intermediate: int = 256,
+    layers: int = 2,
+    positions: int = 512,
+) -> Path:
+    """Write a 2-layer Qwen2, a judge of that shape, a byte-level tokenizer, prompts, a reward."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+    )
 
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
@@ -60,12 +149,12 @@ def make_assets(folder: Path, prompts: int = 64) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,
@@ -73,6 +162,11 @@ def make_assets(folder: Path, prompts: int = 64) -> Path:
         use_sliding_window=False,
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    judge = Qwen2ForSequenceClassification(Qwen2Config(**(config.to_dict() | {"num_labels": 1})))
+    judge.to(torch.bfloat16).save_pretrained(folder / "judge")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|eos|>", pad_token="<|pad|>"
+    ).save_pretrained(folder / "judge")
     rng = random.Random(0)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as lines:
         for _ in range(prompts):
@@ -140,12 +234,15 @@ class Ran:
 
     code: int
     output: str
+    """Of the driver; what Ray's workers wrote last may be missing there."""
     wall_s: float
+    trainer: str = ""
+    """What the process of the trainer wrote."""
 
     def steps(self) -> list[dict[str, float]]:
         """Logged figures of every RL step."""
         found = []
-        for line in self.output.splitlines():
+        for line in self.trainer.splitlines():
             match = re.search(r"Global step (\d+): (\{.*\})", line)
             if match:
                 pairs = re.findall(r"'([\w/]+)': (-?[\d.]+(?:e-?\d+)?)", match[2])
@@ -178,10 +275,17 @@ def environment(folder: Path, gpus: int) -> dict[str, str]:
     }
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to end the driver, and with it its Ray, when this process is killed."""
     set_pdeathsig = 1  # PR_SET_PDEATHSIG of linux/prctl.h
     ctypes.CDLL(None).prctl(set_pdeathsig, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nobody listens on now."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def run(
@@ -209,6 +313,7 @@ def run(
 
     folder.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(prefix="orl")  # Ray's sockets need a short path
+    shared = f"orl{secrets.token_hex(3)}"
     driver = folder / "driver.py"
     driver.write_text(
         "import runpy, sys, ray\n"
@@ -228,10 +333,10 @@ def run(
             [sys.executable, str(driver), *words],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(folder, gpus) | (more or {}),
+            env=environment(folder, gpus) | {"OPENRLHF_TEST_SHM": shared} | (more or {}),
             cwd=folder,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         try:
             code_ = process.wait(timeout_s)
@@ -241,9 +346,54 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            logs = [_text(p) for p in Path(temporary).glob("session_latest/logs/worker-*")]
             shutil.rmtree(temporary, ignore_errors=True)
-    text = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
-    return Ran(code_, text, time.monotonic() - start_s)
+            for left in Path("/dev/shm").glob(f"{shared}*"):  # of engines that Ray killed
+                left.unlink(missing_ok=True)
+    trainer = "".join(log for log in logs if "Global step" in log)
+    (folder / "trainer.log").write_text(trainer, encoding="utf-8")
+    return Ran(code_, _text(folder / "output.log"), time.monotonic() - start_s, trainer)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def stem(folder: Path, start_s: float = 240.0) -> Iterator[None]:
+    """Let jobs' processes be forked from one that has imported everything (openrlhf_cpu/stem.py).
+
+    Raises:
+        RuntimeError: its imports failed, or took longer than ``start_s``.
+    """
+    short = Path(tempfile.mkdtemp(prefix="orl"))  # a socket needs a short path
+    address, log = short / "stem", folder / "stem.log"
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(SUPPORT / "openrlhf_cpu" / "stem.py"), str(address)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment(folder, 8),
+            preexec_fn=die_with_parent,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if not select.select([process.stdout], [], [], start_s)[0] or not process.stdout.readline():
+            raise RuntimeError(f"no stem after {start_s:.0f} s: {log.read_text()[-3000:]}")
+        os.environ["OPENRLHF_TEST_STEM"] = str(address)
+        yield
+    finally:
+        os.environ.pop("OPENRLHF_TEST_STEM", None)
+        process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        shutil.rmtree(short, ignore_errors=True)
 
 
 if __name__ == "__main__":

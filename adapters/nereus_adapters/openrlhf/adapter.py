@@ -47,6 +47,10 @@ class OpenRLHFAdapter(LedgerAdapter):
         self._running, self._job = running, job
         self._linking = Linking(running, job)
 
+    def warm(self) -> None:
+        """Have processes wait for engines to come; in a job that is to be changed."""
+        self._linking.warm()
+
     # --- Reading --------------------------------------------------------------------------------
 
     def job(self) -> Job:
@@ -74,7 +78,7 @@ class OpenRLHFAdapter(LedgerAdapter):
 
     def _peaks(self) -> dict[Device, int]:
         """Most bytes that torch allocated on the device of each rank; ranks are idle here."""
-        if self._job.cluster.device_spec is CPU_SEAT:
+        if self._job.cluster.device_spec.name == CPU_SEAT.name:
             return {}
         found: dict[Device, int] = {}
         for stage in self._running.groups:

@@ -57,7 +57,10 @@ def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
         facts.cluster(tuple(running.bundles), kind, section),
         _num_steps(trainer),
     )
-    return OpenRLHFAdapter(running, job, version("openrlhf"))
+    adapter = OpenRLHFAdapter(running, job, version("openrlhf"))
+    if config.enabled and config.mode == "adapt":
+        adapter.warm()
+    return adapter
 
 
 def _configs(args: Any) -> dict[str, dict[str, Any]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nereus_adapters.openrlhf import ranks
+from nereus_adapters.openrlhf import ranks, warm
 from nereus_adapters.openrlhf.groups import SHARE
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.ray_calls import ask, inside, outcome
@@ -40,16 +40,41 @@ def start(running: Running, unit: Unit) -> Any:
     Raises:
         Infeasible: the devices belong to different placement groups.
     """
-    from openrlhf.trainer.ray import vllm_engine
-
     bundles = [running.bundles[device] for device in unit.devices]
     pg = bundles[0].pg
     if pg is None or any(b.pg is None or b.pg.id != pg.id for b in bundles):
         raise Infeasible(
             f"{unit}: an engine's workers must be in one placement group; these devices are not."
         )
-    args, indices = running.args, [bundle.index for bundle in bundles]
-    recorded, real = _Recorded(), vllm_engine.RolloutRayActor
+    arguments = _arguments(running, unit, pg)
+    if warm.fits(running, unit):
+        seat = warm.take(running, unit)
+        # One node: vLLM's own worker processes, which are forked, do what actors of Ray would.
+        executor = "uni" if unit.layout.tp == 1 else "mp"
+        arguments |= {"bundle_indices": None, "distributed_executor_backend": executor}
+        running.seated[unit.id] = seat
+        running.opening[unit.id] = seat.handle.open.remote(warm.visible(unit), arguments)
+        return seat.handle
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+
+    alone, indices = unit.layout.tp == 1, [bundle.index for bundle in bundles]
+    share = SHARE if alone else 0
+    return RolloutRayActor.options(
+        num_cpus=share,
+        num_gpus=share,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=pg,
+            placement_group_capture_child_tasks=True,
+            placement_group_bundle_index=indices[0],
+        ),
+    ).remote(**arguments | {"bundle_indices": None if alone else indices})
+
+
+def _arguments(running: Running, unit: Unit, pg: Any) -> dict[str, Any]:
+    """Return what OpenRLHF starts such an engine with."""
+    from openrlhf.trainer.ray import vllm_engine
+
+    args, recorded = running.args, _Recorded()
     with _in_place_of(vllm_engine, "RolloutRayActor", recorded):
         vllm_engine.create_vllm_engines(
             1,
@@ -67,21 +92,7 @@ def start(running: Running, unit: Unit) -> Any:
             agent_func_path=args.train.agent_func_path,
             remote_rm_url=args.reward.remote_url,
         )
-    alone = unit.layout.tp == 1
-    arguments = recorded.arguments | {
-        "bundle_indices": None if alone else indices,
-        "enable_sleep_mode": args.vllm.enable_sleep,
-    }
-    share = SHARE if alone else 0
-    return real.options(
-        num_cpus=share,
-        num_gpus=share,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group=pg,
-            placement_group_capture_child_tasks=True,
-            placement_group_bundle_index=indices[0],
-        ),
-    ).remote(**arguments)
+    return recorded.arguments | {"enable_sleep_mode": args.vllm.enable_sleep}
 
 
 @contextlib.contextmanager
@@ -96,14 +107,34 @@ def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
 
 def _shut_down(actor: Any) -> None:
     actor.llm.shutdown()
+    del actor.llm
 
 
-def stop(running: Running, unit: UnitId) -> None:
-    """End an engine and its processes; one that does not answer is killed."""
-    handle = running.engines.pop(unit)
-    with contextlib.suppress(NereusError, RayError):
-        outcome(inside(handle, _shut_down), f"engine {unit} to shut down", running.section.call_s)
-    ray.kill(handle)
+def stop(running: Running, units: Collection[UnitId]) -> None:
+    """End engines and their processes, all at once, but keep their seats.
+
+    One that does not answer is killed.
+    """
+    asked = {unit: inside(running.engines[unit], _shut_down) for unit in units}
+    for unit, ref in asked.items():
+        handle, seat = running.engines.pop(unit), running.seated.pop(unit, None)
+        try:
+            outcome(ref, f"engine {unit} to shut down", running.section.call_s)
+        except (NereusError, RayError):
+            seat = None
+        if seat is None:
+            ray.kill(handle)
+        else:
+            running.waiting.append(seat)
+
+
+def kill_all(running: Running) -> None:
+    """End every engine and every seat, whatever they are doing."""
+    seats = [seat.handle for seat in running.waiting]
+    for handle in [*running.engines.values(), *seats]:
+        ray.kill(handle)
+    for kept in (running.engines, running.seated, running.opening, running.waiting):
+        kept.clear()
 
 
 def start_missing(running: Running) -> None:
@@ -113,8 +144,7 @@ def start_missing(running: Running) -> None:
         Infeasible: an engine cannot be started on its devices.
     """
     wanted = {unit.id: unit for unit in running.alive.of(ACTOR_GENERATE)}
-    for left in [u for u in running.engines if u not in wanted]:
-        stop(running, left)
+    stop(running, [u for u in running.engines if u not in wanted])
     for unit_id, unit in wanted.items():
         if unit_id not in running.engines:
             running.engines[unit_id] = start(running, unit)
@@ -126,7 +156,9 @@ def await_all(running: Running) -> None:
     Raises:
         WaitTimeout, SeatDead: an engine has not come up.
     """
-    engines = list(running.engines.values())
+    opening, engines = list(running.opening.values()), list(running.engines.values())
+    outcome(opening, f"{len(opening)} engines to start", running.section.start_s)
+    running.opening.clear()
     outcome(
         [engine.get_num_unfinished_requests.remote() for engine in engines],
         f"{len(engines)} engines to answer",

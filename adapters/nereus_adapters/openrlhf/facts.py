@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.config import NereusConfig, validated
@@ -43,10 +43,15 @@ class BackendSection(BaseModel):
     """Name of the link between devices of a node; NVLink of the device's generation by default."""
     inter_node: str | None = None
     """Name of the link between nodes; InfiniBand by default."""
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """Memory of a device that the job may use, where that is not all of it."""
     call_s: float = 120.0
     """Longest wait for one call into an actor of the job."""
     start_s: float = 600.0
     """Longest wait for an actor or engine to start."""
+    warm_engines: int | None = Field(default=None, ge=0)
+    """Processes with vLLM in them that wait for engines to come, in mode adapt; by default as many
+    as the job began with engines. Each takes host memory for vLLM twice, and no device."""
 
 
 def backend_section(config: NereusConfig) -> BackendSection:
@@ -127,6 +132,8 @@ def cluster(devices: Sequence[Device], kind: str, section: BackendSection) -> Cl
         )
     spec: DeviceSpec = DEVICE_SPECS[name]
     on_cpu = spec is CPU_SEAT
+    if section.memory_bytes is not None:
+        spec = replace(spec, memory_bytes=section.memory_bytes)
     near = "nvlink3" if name.startswith("a100") else "nvlink4"
     far = "ib-hdr" if name.startswith("a100") else "ib-ndr"
     return Cluster(

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Collection
 from typing import NoReturn
 
-import ray
 from ray.exceptions import RayError
 
-from nereus_adapters.openrlhf import engines, groups, ranks
+from nereus_adapters.openrlhf import engines, groups, ranks, warm
 from nereus_adapters.openrlhf.checks import refuse_indivisible
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
@@ -37,6 +36,8 @@ class Linking:
         self._changed: set[ModelStage] = set()
         self._linked = running.alive
         self._broken_by: Exception | None = None
+        wanted = running.section.warm_engines
+        self._num_seats = len(running.engines) if wanted is None else wanted
         self.resting = UnitMap()
         """Units that ended and that others may still be made from, until the job is linked."""
 
@@ -44,6 +45,10 @@ class Linking:
     def broken(self) -> bool:
         """Whether the way back has failed: what is parked is all there is of the job's state."""
         return self._broken_by is not None
+
+    def warm(self) -> None:
+        """Have seats wait for engines to come."""
+        warm.replenish(self._running, self._num_seats)
 
     def parked(self, stage: ModelStage) -> Parked | None:
         """Return what a stage has left in host memory; None while its group stands."""
@@ -65,8 +70,7 @@ class Linking:
         running = self._running
         with self._lock:
             running.alive = running.alive.replace(ended, made)
-            for unit in [u for u in running.engines if u not in running.alive]:
-                engines.stop(running, unit)
+            engines.stop(running, [u for u in running.engines if u not in running.alive])
 
     def rest(self, unit: Unit) -> None:
         """Let others be made from a unit that has ended, until the job is linked."""
@@ -93,6 +97,7 @@ class Linking:
             self._back(error, anew=True)
         self._linked = self._running.alive
         self._forget()
+        self.warm()
         return taken
 
     def _build(self, stages: Collection[ModelStage]) -> int:
@@ -136,6 +141,7 @@ class Linking:
             self._broken_by = error
             raise TransitionFailed("the way back", error, intact=()) from cause
         self._forget()
+        self.warm()
         raise TransitionFailed("linking", cause, intact=intact, rolled_back=True) from cause
 
     def _end_processes(self) -> None:
@@ -145,8 +151,7 @@ class Linking:
             groups.kill(running, stage)
         if self._changed.isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
             return
-        for unit in list(running.engines):
-            ray.kill(running.engines.pop(unit))
+        engines.kill_all(running)
         if ACTOR_TRAIN not in self._parked:  # its rank 0 may still wait for an engine that died
             ask(
                 running.handles(ACTOR_TRAIN),

@@ -67,12 +67,19 @@ def leave(actor: Any) -> int:
 
 
 def _forget_groups() -> None:
-    """Let DeepSpeed build groups and mesh anew: it keeps them in module globals."""
+    """Let DeepSpeed build groups and mesh anew, of another tensor-parallel degree where asked.
+
+    It keeps them in module globals, and what AutoTP was asked for first of all.
+    """
     from deepspeed.comm import comm
+    from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.runtime.tensor_parallel import init_utils
     from deepspeed.utils import groups
 
     comm.cdb = None
     importlib.reload(groups)
+    init_utils._TP_MODEL_INIT_ARGS = None
+    set_autotp_mode(training=False)  # as in a process that has not seen AutoTP yet
 
 
 def _forget_zero3() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from nereus_adapters.openrlhf.facts import REWARD_INFER, BackendSection
 from nereus_adapters.openrlhf.seats import Bundle, seating
 from nereus_adapters.openrlhf.signals import Signals
+from nereus_adapters.openrlhf.warm import Seat
 from nereus_core.cluster import Device
 from nereus_core.gate import Gate
 from nereus_core.layout import Layout
@@ -46,6 +47,14 @@ class Running:
     """Rank 0 of each group at the start of the job: the driver knows the group by it."""
     whole: set[tuple[ModelStage, Device]] = field(default_factory=set)
     """Devices that OpenRLHF gave to one model alone: Ray starts nothing else on them."""
+    guessed: frozenset[Device] = frozenset()
+    """Devices of engines of several, whose order and index nobody told."""
+    waiting: list[Seat] = field(default_factory=list)
+    """Seats without an engine."""
+    seated: dict[UnitId, Seat] = field(default_factory=dict)
+    """Seats of engines that have one; OpenRLHF's own have none."""
+    opening: dict[UnitId, Any] = field(default_factory=dict)
+    """Engines that start in their seats, until they were waited for."""
 
     @property
     def args(self) -> SimpleNamespace:
@@ -85,6 +94,8 @@ class Running:
                 self.whole |= {(ACTOR_GENERATE, device) for device in taken}
             units.append(unit)
         self.alive = UnitMap(units)
+        if tp > 1:
+            self.guessed = frozenset(device for taken in found.engines for device in taken)
 
     def devices_of(self, stage: ModelStage) -> tuple[Device, ...]:
         """Return the devices of a stage in order of rank: units by id, then local rank."""

@@ -61,6 +61,11 @@ SEAMS = (
     ),
     Seam(_ACTOR, "PolicyModelActor.broadcast_to_vllm", ("self",)),
     Seam(_ACTOR, "ActorPPOTrainer._init_vllm_sync_group", ("self", "backend")),
+    Seam(
+        _ENGINE,
+        "RolloutRayActor._configure_device_env",
+        ("self", "backend", "bundle_indices", "num_gpus"),
+    ),
     Seam(_ENGINE, "RolloutRayActor.generate", ("self", "prompt_token_ids", "sampling_params")),
     Seam(_ENGINE, "RolloutRayActor.get_num_unfinished_requests", ("self",)),
     Seam(_ENGINE, "RolloutRayActor.wake_up", ("self", "tags")),

@@ -6,7 +6,7 @@ import importlib
 import runpy
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from nereus_core.errors import NereusError
 from nereus_core.registry import Registry
 from nereus_core.seams import check_seam
 from nereus_plugins.banner import say
+from nereus_plugins.openrlhf import FRAMEWORK
 from nereus_plugins.openrlhf.directory import following, saving_current
 from nereus_plugins.openrlhf.flags import split_flags
-from nereus_plugins.openrlhf.watching import FRAMEWORK, watched
-from nereus_plugins.settings import settings_of
+from nereus_plugins.openrlhf.watching import watched
+from nereus_plugins.settings import merged, settings_of
 
 CLI = "openrlhf.cli.train_ppo_ray"
 _TRAINER = "openrlhf.trainer.ppo_trainer"
@@ -34,9 +35,14 @@ def main(argv: Sequence[str]) -> int:
     Without ``--nereus.enable`` this is OpenRLHF and nothing else. A wrong flag, a missing seam or
     another version ends it before Ray starts.
     """
+    return launched({}, argv)
+
+
+def launched(keys: Mapping[str, Any], argv: Sequence[str]) -> int:
+    """Run `train_ppo_ray` with keys of the configuration; ``--nereus.*`` flags win over them."""
     try:
-        keys, rest = split_flags(argv)
-        config = settings_of(keys, adapter=FRAMEWORK)
+        flags, rest = split_flags(argv)
+        config = settings_of(merged(keys, flags), adapter=FRAMEWORK)
         if config is not None:
             prepare(config.model_copy(update={"run_dir": Path(config.run_dir).absolute()}))
     except NereusError as error:

@@ -14,11 +14,10 @@ from typing import Any
 
 from nereus_core.config import NereusConfig
 from nereus_plugins.banner import refusal, say
+from nereus_plugins.openrlhf import FRAMEWORK
 from nereus_plugins.openrlhf.bounds import bounded
 from nereus_plugins.openrlhf.directory import open_on
 from nereus_plugins.session import Session, open_session
-
-FRAMEWORK = "openrlhf"
 
 
 def watched(fit: Callable[..., Any], config: NereusConfig, name: str | None) -> Callable[..., Any]:

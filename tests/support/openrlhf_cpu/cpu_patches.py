@@ -9,8 +9,10 @@ from datetime import timedelta
 
 from post_import import on_import
 
-GROUP_S = timedelta(seconds=float(os.environ.get("OPENRLHF_TEST_GROUP_S", "120")))
-"""Longest wait of the weight-sync group."""
+
+def _group_wait():
+    """Longest wait of the weight-sync group."""
+    return timedelta(seconds=float(os.environ.get("OPENRLHF_TEST_GROUP_S", "120")))
 
 
 def _cuda_calls(_):
@@ -51,9 +53,10 @@ class GlooGroup:
     def __init__(self, host, port, rank, world_size):
         import torch.distributed as dist
 
-        self.store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=GROUP_S)
+        wait = _group_wait()
+        self.store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=wait)
         store = dist.PrefixStore("weights", self.store)
-        self.group = dist.ProcessGroupGloo(store, rank, world_size, GROUP_S)
+        self.group = dist.ProcessGroupGloo(store, rank, world_size, wait)
 
     def broadcast(self, tensor, src, stream=None):
         import torch.distributed as dist
@@ -97,6 +100,26 @@ def _engine(module):
     travels.__init__ = __init__
 
 
+def _limited(module):
+    # A CPU has no memory of a device's own: the kernel keeps each rank of the actor to so many
+    # bytes beyond those that its process has when its first model comes.
+    import resource
+
+    travels = module.PolicyModelActor.__ray_metadata__.modified_class
+    original = travels.init_model_from_pretrained
+    limit = int(os.environ["OPENRLHF_TEST_RANK_BYTES"])
+
+    def init_model_from_pretrained(self, *args, **kwargs):
+        if not hasattr(self, "_limit_is_set"):
+            with open("/proc/self/status", encoding="utf-8") as status:
+                (own,) = [int(line.split()[1]) for line in status if line.startswith("VmData")]
+            resource.setrlimit(resource.RLIMIT_DATA, (own * 1024 + limit,) * 2)
+            self._limit_is_set = True
+        return original(self, *args, **kwargs)
+
+    travels.init_model_from_pretrained = init_model_from_pretrained
+
+
 def _no_shm_build(module):
     # deepspeed/comm/torch.py builds deepspeed_shm_comm with a C++ compiler (82 s, once a machine)
     module.build_shm_op = lambda: None
@@ -137,3 +160,15 @@ def install():
     if os.environ.get("OPENRLHF_CPU_BUILDS") != "1":
         on_import("deepspeed.comm.torch", _no_shm_build)
         on_import("openrlhf.utils.deepspeed.deepspeed_utils", _torch_adam)
+
+
+def name_shared_memory(prefix):
+    """Let what vLLM shares among its processes be found, for processes that are killed leave it."""
+    from multiprocessing import shared_memory
+
+    shared_memory._SHM_NAME_PREFIX = f"/{prefix}_"
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 14
+
+
+def install_limit():
+    on_import("openrlhf.trainer.ray.ppo_actor", _limited)

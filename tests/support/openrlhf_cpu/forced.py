@@ -153,12 +153,15 @@ def _killed_engine():
 
 
 def _stopped(actor):
-    """Stop the processes of an engine, and say which: they no longer answer anybody."""
+    """Stop the processes of an engine in a seat: they no longer answer anybody. Says which."""
     import signal
 
     import psutil
 
-    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    cores = [
+        psutil.Process(p.pid) for p in actor.llm.engine_core.resources.engine_manager.processes
+    ]
+    pids = [p.pid for core in cores for p in (core, *core.children(recursive=True))]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     return pids
@@ -215,6 +218,39 @@ def ray_kill(handle):
     ray.kill(handle)
 
 
+def _timed_phases(adapter):
+    """Sum up the seconds of what a transition does, by name."""
+    from nereus_adapters.openrlhf import engines, groups
+
+    spent = {}
+
+    def timed(module, name, phase):
+        original = getattr(module, name)
+
+        def run(*args, **kwargs):
+            start_s = time.monotonic()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[phase] = spent.get(phase, 0.0) + time.monotonic() - start_s
+
+        run.original = getattr(original, "original", original)
+        setattr(module, name, run)
+
+    for module, name, phase in (
+        (groups, "hand_out", "park: state to host memory"),
+        (groups, "vacate", "park: memory freed"),
+        (engines, "stop", "engines end"),
+        (groups, "seat", "groups: model built, state taken in, digests compared"),
+        (engines, "await_all", "engines start, beyond groups"),
+        (engines, "tie", "weights to engines"),
+    ):
+        if hasattr(getattr(module, name), "original"):
+            setattr(module, name, getattr(module, name).original)
+        timed(module, name, phase)
+    return spent
+
+
 def _session(module):
     wanted = json.loads(os.environ["OPENRLHF_TEST_FORCE"])
     faults = json.loads(os.environ.get("OPENRLHF_TEST_FAULT", "{}"))
@@ -235,13 +271,12 @@ def _session(module):
         before = _look(self)
         for fault in faults.get(str(step), ()):
             FAULTS[fault]()
+        phases = _timed_phases(self.controller._adapter)
         start_s = time.monotonic()
-        error = None
         try:
             self.controller.go_to(_plan(self, wanted[str(step)]), "asked for by a test")
         except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-            write({"step": step, "error": error})
+            write({"step": step, "error": f"{type(raised).__name__}: {raised}"})
             raise
         held_s = time.monotonic() - start_s
         after = _look(self)
@@ -249,6 +284,7 @@ def _session(module):
             {
                 "step": step,
                 "held_s": held_s,
+                "phases": phases,
                 "before": before,
                 "after": after,
                 "tokens": _same_tokens(self),

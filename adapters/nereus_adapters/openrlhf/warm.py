@@ -1,0 +1,107 @@
+"""Warm: processes for engines to come, whose imports are made while the job steps.
+
+An engine's start is imports for the most part, one after the other: those of its actor, of vLLM's
+engine core, of its workers. A seat is an actor of OpenRLHF's own engine class that has made them
+and has no engine yet; it holds no device. An engine that ends leaves its seat behind.
+
+Engines that span nodes are started as OpenRLHF starts them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nereus_core.cluster import Device
+from nereus_core.units import Unit
+from nereus_core.workload import ACTOR_GENERATE
+
+if TYPE_CHECKING:
+    from nereus_adapters.openrlhf.running import Running
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A process in which an engine is, or may be started."""
+
+    handle: Any
+    node: str
+
+
+@functools.cache
+def _seat_class() -> Any:
+    """Return OpenRLHF's engine as an actor class whose engine is started by `open`."""
+    import ray
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+
+    engine = RolloutRayActor.__ray_metadata__.modified_class
+
+    class EngineSeat(engine):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            from nereus_adapters.openrlhf import forking
+
+            forking.install()
+
+        def _configure_device_env(self, *_: object, **__: object) -> None:
+            """Leave the environment alone: `open` was told the devices."""
+
+        async def open(self, visible: str, arguments: dict[str, Any]) -> None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            await engine.__init__(self, **arguments)
+
+    return ray.remote(EngineSeat)
+
+
+def replenish(running: Running, num_seats: int) -> None:
+    """Start seats until so many wait, on the nodes of engines in turn; waits for none."""
+    units = running.alive.of(ACTOR_GENERATE)
+    for number in range(num_seats - len(running.waiting)):
+        running.waiting.append(_start(running, units[number % len(units)].devices[0]))
+
+
+def take(running: Running, unit: Unit) -> Seat:
+    """Return a seat on the node of a unit; starts one where none waits."""
+    device = unit.devices[0]
+    for seat in running.waiting:
+        if seat.node == device.node:
+            running.waiting.remove(seat)
+            return seat
+    return _start(running, device)
+
+
+def _start(running: Running, device: Device) -> Seat:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = running.bundles[device]
+    handle = (
+        _seat_class()
+        .options(
+            num_cpus=0,
+            num_gpus=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=bundle.pg, placement_group_bundle_index=bundle.index
+            ),
+            # vLLM looks at devices when it is imported; none is touched before `open` names them.
+            runtime_env={
+                "env_vars": {
+                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                    "CUDA_VISIBLE_DEVICES": str(device.index),
+                }
+            },
+        )
+        .remote()
+    )
+    return Seat(handle, device.node)
+
+
+def fits(running: Running, unit: Unit) -> bool:
+    """Whether a seat can have a unit: it lies on one node, on devices whose index is known."""
+    nodes = {device.node for device in unit.devices}
+    return len(nodes) == 1 and running.guessed.isdisjoint(unit.devices)
+
+
+def visible(unit: Unit) -> str:
+    """Return a unit's devices as CUDA_VISIBLE_DEVICES names them."""
+    return ",".join(str(device.index) for device in unit.devices)
