@@ -35,7 +35,7 @@ PPO_PLANS = {
     2: {"ref/infer": ["tp1pp1", 2]},
     3: {**WIDE, "critic/train": ["tp2pp1", 4], "ref/infer": ["tp1pp1", 4]},
     4: {**NARROW, "critic/train": ["tp2pp1", 2], "ref/infer": ["tp2pp1", 2]},
-    5: {"actor/train": ["tp1pp1", 2]},  # rank 1 is killed as it sends its part
+    6: {"actor/train": ["tp1pp1", 2]},  # rank 1 is killed as it sends its part
 }
 """Critic and reference alone, then all of them to twice the devices and back."""
 LIMITS = (
@@ -127,7 +127,7 @@ def jobs(launch) -> Callable[[str], Job]:
         return launch("fixed-ppo", *FORCED, env=fault, critic=True)
 
     def forced_ppo():
-        fault = {"VERL_CPU_FAULT": f"kill-rank:{STEPS - 1}"}
+        fault = {"VERL_CPU_FAULT": f"kill-rank:{STEPS}"}
         return launch(
             "forced-ppo", *FORCED, ROOM, plans=PPO_PLANS, ray_devices=4, env=fault, critic=True
         )
