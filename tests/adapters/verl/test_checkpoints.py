@@ -29,3 +29,23 @@ def test_stock_verl_alone_refuses_another_number_of_ranks(jobs):
     assert sorted(f.name for f in saved.glob("model_world_size_*")) == [
         f"model_world_size_4_rank_{rank}.pt" for rank in range(4)
     ]
+
+
+def test_a_changed_job_strays_no_further_than_fixed_jobs_do(jobs, record_property):
+    """Two fixed jobs of verl itself, on four ranks and on two, add up in another order."""
+    fixed = jobs("fixed-grpo").ran.metrics
+    stray = stray_from(fixed[3:5], jobs("stock-resumed").ran.metrics)
+    changed = stray_from(fixed[:5], jobs("forced-grpo").ran.metrics)
+    record_property("fixed", stray)
+    record_property("changed", changed)
+    print(f"fixed jobs differ by up to {stray:.2g} of a figure, the changed one by {changed:.2g}")
+    assert changed <= max(5 * stray, 1e-6)
+
+
+def stray_from(expected, found):
+    """Largest difference of any figure, as a part of it; a loss near zero is a sum of larger ones."""
+    return max(
+        abs(there[name] - here[name]) / max(abs(here[name]), 0.05)
+        for here, there in zip(expected, found, strict=True)
+        for name in NAMES
+    )
