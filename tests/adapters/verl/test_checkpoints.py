@@ -43,7 +43,7 @@ def test_a_changed_job_strays_no_further_than_fixed_jobs_do(jobs, record_propert
 
 
 def stray_from(expected, found):
-    """Largest difference of a figure, as a part of it; a loss near zero is a sum of larger terms."""
+    """Largest difference of a figure, as a part of it; losses near zero sum larger terms."""
     return max(
         abs(there[name] - here[name]) / max(abs(here[name]), 0.05)
         for here, there in zip(expected, found, strict=True)
