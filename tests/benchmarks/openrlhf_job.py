@@ -62,12 +62,13 @@ MEMORY = {
     "algo__advantage__estimator": "reinforce",
     "algo__kl__init_coef": 0,
     "algo__kl__use_loss": False,
-    "rollout__max_new_tokens": 640,
-    "data__max_len": 672,
+    "rollout__max_new_tokens": 192,
+    "data__max_len": 224,
+    "train__micro_batch_size": 8,
     "ds__attn_implementation": "sdpa",
 }
-MEMORY_MODEL = {"hidden": 256, "intermediate": 1024, "layers": 8, "positions": 1024}
-MEMORY_LENGTHS = (64, 64, 64, 128, 192, 256, 640, 640)
+MEMORY_MODEL = {"hidden": 64, "intermediate": 256, "layers": 24}
+MEMORY_LENGTHS = (32, 32, 64, 96, 128, 160, 192, 192)
 MEMORY_BYTES = 600 * 2**20
 
 
