@@ -42,6 +42,8 @@ class DeviceSpec:
     """Peak bandwidth of device memory."""
     launch_s: float
     """Fixed cost of starting one kernel (on CPU: one operator)."""
+    host_bytes_per_s: float
+    """Peak bandwidth between a device and the memory of its host, per direction."""
     source: str
     """Datasheet, measurement, or 'chosen, not measured'."""
 

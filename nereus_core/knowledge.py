@@ -174,6 +174,8 @@ class Knowledge:
         path = graph.longest(cost)
         return replace(
             self,
-            cost=self.cost.refined_transition(path, graph.atlas, measured_s),
+            cost=self.cost.refined_transition(
+                path, graph.atlas, measured_s, graph.parked(graph.by_id)
+            ),
             history=replace(self.history, elapsed_s=elapsed_s),
         )

@@ -69,6 +69,9 @@ class Plan(Mapping[ModelStage, Placement]):
     def __hash__(self) -> int:
         return hash(tuple(self._placements.items()))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (dict(self._placements),)
+
     def __str__(self) -> str:
         return " ".join(f"{stage}={placement}" for stage, placement in self.items())
 

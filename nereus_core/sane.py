@@ -43,6 +43,7 @@ def check_job(job: Job) -> None:
         f"{cluster.device_spec.name} peak_flops_per_s": cluster.device_spec.peak_flops_per_s,
         f"{cluster.device_spec.name} memory_bytes": cluster.device_spec.memory_bytes,
         f"{cluster.device_spec.name} memory_bytes_per_s": cluster.device_spec.memory_bytes_per_s,
+        f"{cluster.device_spec.name} host_bytes_per_s": cluster.device_spec.host_bytes_per_s,
     }
     at_least_0 = {f"{cluster.device_spec.name} launch_s": cluster.device_spec.launch_s}
     for where, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node)):

@@ -63,7 +63,8 @@ def _add(
     size_bytes: Column,
     times: Column,
 ) -> None:
-    sent = np.broadcast_to(np.any(np.atleast_2d(times) != 0, axis=0), crosses.shape)
+    some = np.asarray(times) != 0
+    sent = some.any(axis=0) if some.ndim > 1 else some
     if what is not Collective.P2P:
         sent = sent & (np.asarray(ranks) > 1)
     for link, op_class, on in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -29,7 +29,7 @@ from nereus_core.layout import Layout
 from nereus_core.observation import Observation
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Primitive
-from nereus_core.units import UnitMap
+from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
 
 _RESIZED = 0.03
@@ -173,7 +173,7 @@ class CostModel:
         return StageTable(
             stage,
             rows.take(expand),
-            np.tile(ladder, len(options)),
+            np.broadcast_to(ladder, (len(options), len(ladder))).ravel(),
             work[expand],
             sync[expand],
             self.efficiencies.table(stage, rows.tp, rows.pp, work)[expand],
@@ -204,9 +204,10 @@ class CostModel:
             f"and has {self.capacity_bytes / 2**30:.2f} GiB with {self.headroom:.0%} headroom"
         )
 
-    def primitive(self, op: Primitive, units: UnitMap) -> Interval:
-        """Predict the seconds of one primitive on these units."""
-        return self.moving.predicted(primitive_work(self.job, op, units), self.confidence)
+    def primitive(self, op: Primitive, units: UnitMap, parked: Container[UnitId] = ()) -> Interval:
+        """Predict the seconds of one primitive on these units, some of which lie in host memory."""
+        work = primitive_work(self.job, op, units, parked)
+        return self.moving.predicted(work, self.confidence)
 
     def refined(self, plan: Plan, observation: Observation) -> CostModel:
         """Learn from a measured step under a plan; a step without responses teaches nothing."""
@@ -264,7 +265,11 @@ class CostModel:
         return peaks
 
     def refined_transition(
-        self, path: Sequence[Primitive], units: UnitMap, measured_s: float
+        self,
+        path: Sequence[Primitive],
+        units: UnitMap,
+        measured_s: float,
+        parked: Container[UnitId] = (),
     ) -> CostModel:
         """Learn from a finished transition.
 
@@ -272,10 +277,11 @@ class CostModel:
             path: the primitives that followed one another longest.
             units: every unit that they name.
             measured_s: seconds that the job was held.
+            parked: units that host memory kept.
         """
         if not path or not 0 < measured_s < math.inf:  # a clock that went wrong teaches nothing
             return self
-        work = np.sum([primitive_work(self.job, op, units) for op in path], axis=0)
+        work = np.sum([primitive_work(self.job, op, units, parked) for op in path], axis=0)
         return replace(self, moving=self.moving.seen(work, measured_s, self.confidence))
 
     def _stages(self, plan: Plan, lengths: Lengths) -> _Stages:

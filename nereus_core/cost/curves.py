@@ -34,6 +34,7 @@ CHOSEN: Mapping[OpClass, float] = {
     OpClass.P2P_INTER: 0.4,
     OpClass.LAUNCH: 0.5,
     OpClass.COPY: 0.4,
+    OpClass.HOST: 0.4,
     OpClass.FIXED: 0.5,
 }
 

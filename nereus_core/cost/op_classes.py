@@ -39,6 +39,8 @@ class OpClass(StrEnum):
     """Starting kernels, as far as the kernels themselves do not hide it."""
     COPY = "copy"
     """Bytes copied on their own device."""
+    HOST = "host"
+    """Bytes copied between a device and its host's memory."""
     FIXED = "fixed"
     """What a stage costs whatever its size: a call to its units and back."""
 

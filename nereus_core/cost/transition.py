@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,9 +15,18 @@ from nereus_core.cost.op_classes import FloatArray, OpClass, Work
 from nereus_core.layout import Layout, layer_ranges
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement, Plan
-from nereus_core.primitives import Destroy, Primitive, created, model_stage_of, sources
+from nereus_core.primitives import (
+    Destroy,
+    Extend,
+    Merge,
+    Primitive,
+    Split,
+    created,
+    model_stage_of,
+    sources,
+)
 from nereus_core.state import Box, tensor_rules
-from nereus_core.units import Unit, UnitMap
+from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
 _MESSAGES_PER_LAYER = 9
@@ -133,12 +142,21 @@ def plan_bytes_to_move(job: Job, before: Plan, after: Plan) -> int:
     return sum(bytes_to_move(job, before[s], after[s], s) for s in after if s in before)
 
 
-def primitive_work(job: Job, op: Primitive, units: UnitMap) -> FloatArray:
+def primitive_work(
+    job: Job, op: Primitive, units: UnitMap, parked: Container[UnitId] = ()
+) -> FloatArray:
     """Ideal seconds of a primitive per class [num_classes].
 
     The slower of receiving (the device that lacks most) and sending (what is moved, spread over the
-    devices that hold it), plus a local copy of what is kept. A source that is parked in host memory
-    is not among the units: its bytes count as moved.
+    devices that hold it), plus a local copy of what is kept. What is parked, comes from a parked
+    unit, or is staged crosses between a device and its host as well.
+
+    Args:
+        job: model, precision and hardware.
+        op: the primitive.
+        units: every unit that it names, alive or parked; of a source that is not among them
+            nothing is on any device.
+        parked: units whose state lies in host memory.
     """
     work = Work(1)
     work.add(OpClass.FIXED, _PRIMITIVE_S)
@@ -150,14 +168,24 @@ def primitive_work(job: Job, op: Primitive, units: UnitMap) -> FloatArray:
     made: tuple[Unit, ...] = created(op) or tuple(read)
     held = _held((u.layout, u.devices) for u in read)
     wanted = [(d, (u.layout, r)) for u in made for r, d in enumerate(u.devices)]
-    parked = isinstance(op, Destroy)
-    change = movement(model, held, wanted)
+    change, spec = movement(model, held, wanted), job.cluster.device_spec
     kept_bytes = max(change.kept.values(), default=0) * each
-    work.add(OpClass.COPY, 2 * kept_bytes / job.cluster.device_spec.memory_bytes_per_s)
-    if change.total and not parked:
+    if isinstance(op, Destroy):
+        work.add(OpClass.HOST, kept_bytes / spec.host_bytes_per_s)
+        return np.asarray(work.table[0])
+    received_bytes = max(change.received.values(), default=0) * each
+    if isinstance(op, Extend) and op.sources and all(u in parked for u in op.sources):
+        sent_bytes = change.total * each / max(1, change.senders)
+        work.add(OpClass.HOST, max(kept_bytes, received_bytes, sent_bytes) / spec.host_bytes_per_s)
+    else:
+        work.add(OpClass.COPY, 2 * kept_bytes / spec.memory_bytes_per_s)
+    if isinstance(op, Split | Merge) and op.staging_bytes is not None:
+        staged_bytes = max(0, received_bytes - op.staging_bytes)  # what is kept stays in place
+        work.add(OpClass.HOST, 2 * staged_bytes / spec.host_bytes_per_s)
+    if change.total:
         nodes = {d.node for d in held} | {d.node for d, _ in wanted}
         link = job.cluster.inter_node if len(nodes) > 1 else job.cluster.intra_node
-        busiest = max(max(change.received.values()), change.total / max(1, change.senders))
+        busiest = max(received_bytes / each, change.total / max(1, change.senders))
         slots = 3 if stage.stage is Stage.TRAIN else 1
         messages = slots * _MESSAGES_PER_LAYER * model.num_layers
         seconds = busiest * each / link.bytes_per_s + messages * link.latency_s

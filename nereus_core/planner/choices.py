@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -112,8 +113,8 @@ def choices_of(
         (layout.tp, layout.pp, dp)
         for layout in known
         if layout.tp <= node_sizes[0] and constraints.allows_layout(stage, layout)
-        for dp in units
-        if layout.num_devices * dp <= total and constraints.allows_change(stage, now, layout, dp)
+        for dp in units[: bisect_right(units, total // layout.num_devices)]
+        if now is None or constraints.allows_change(stage, now, layout, dp)
         if shared is None or shared % (layout.num_devices * dp) == 0
     ]
     if not choices:

@@ -72,16 +72,13 @@ def shape_of(devices: Sequence[Device]) -> Shape:
 
 def packed(layout: Layout, dp: int, devices: Sequence[Device]) -> Placement | None:
     """Pack units onto a group from its start, tensor-parallel ranks inside a node, or None."""
-    tp_groups = [
-        node[i : i + layout.tp]
-        for node in by_node(devices)
-        for i in range(0, len(node) - layout.tp + 1, layout.tp)
-    ]
-    if len(tp_groups) < dp * layout.pp:
-        return None
-    ranks = [d for group in tp_groups for d in group]
+    ranks: list[Device] = []
+    for node in by_node(devices):
+        ranks += node[: len(node) - len(node) % layout.tp]
     n = layout.num_devices
-    return Placement(layout, tuple(tuple(ranks[i * n : (i + 1) * n]) for i in range(dp)))
+    if len(ranks) < dp * n:
+        return None
+    return Placement(layout, tuple([tuple(ranks[i : i + n]) for i in range(0, dp * n, n)]))
 
 
 def group_sizes(num_devices: int) -> IntArray:

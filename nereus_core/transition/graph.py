@@ -22,7 +22,7 @@ from nereus_core.primitives import (
     model_stage_of,
     touched,
 )
-from nereus_core.units import UnitMap
+from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import ModelStage
 
 
@@ -50,8 +50,8 @@ class Edge:
 class PrimitiveCost(Protocol):
     """Prices one primitive; `nereus_core.cost.CostModel` is one."""
 
-    def primitive(self, op: Primitive, units: UnitMap) -> Interval:
-        """Seconds of a primitive; ``units`` holds every unit it names."""
+    def primitive(self, op: Primitive, units: UnitMap, parked: Container[UnitId] = ()) -> Interval:
+        """Seconds of a primitive; ``units`` holds every unit it names, also those parked."""
         ...
 
 
@@ -145,7 +145,8 @@ class TransitionGraph:
     def prices(self, cost: PrimitiveCost) -> Mapping[OpId, Interval]:
         """Seconds of every primitive; asked again with the same cost model, nothing is computed."""
         if self._priced is None or self._priced[0] is not cost:
-            prices = {op.op_id: cost.primitive(op, self.atlas) for op in self.ops}
+            parked = self.parked(self.by_id)
+            prices = {op.op_id: cost.primitive(op, self.atlas, parked) for op in self.ops}
             object.__setattr__(self, "_priced", (cost, prices))  # a memo: no part of the value
             return prices
         return self._priced[1]

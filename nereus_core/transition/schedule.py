@@ -204,6 +204,7 @@ def _appended(
 def _seconds(nodes: Sequence[Node], job: Job) -> list[float]:
     """Ideal seconds of every primitive; computed once for those alike."""
     known: dict[object, float] = {}
+    parked = {u.id for node in nodes if node.park for u in node.ended}
     found = []
     for node in nodes:
         key = (
@@ -212,12 +213,12 @@ def _seconds(nodes: Sequence[Node], job: Job) -> list[float]:
             node.park,
             tuple(u.layout for u in node.ended),
             tuple(u.layout for u in node.made),
-            tuple(u.layout for u in node.reads),
+            tuple((u.layout, u.id in parked) for u in node.reads),
             len({d.node for u in (*node.ended, *node.made, *node.reads) for d in u.devices}) > 1,
         )
         if node.kind in ("split", "merge") or key not in known:
             units = UnitMap({u.id: u for u in (*node.ended, *node.made, *node.reads)}.values())
-            known[key] = float(primitive_work(job, node.named(OpId("")), units).sum())
+            known[key] = float(primitive_work(job, node.named(OpId("")), units, parked).sum())
         found.append(known[key])
     return found
 

@@ -35,7 +35,7 @@ from nereus_core.workload import ACTOR_TRAIN, BFLOAT16_MIXED, Job, grpo
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 B200 = DeviceSpec(
-    "b200", 2.25e15, 180 * 10**9, 8e12, 1.5e-6,
+    "b200", 2.25e15, 180 * 10**9, 8e12, 1.5e-6, 64e9,
     "NVIDIA DGX B200 datasheet (2024): 2.25 PFLOP/s bf16 dense, 180 GB, 8 TB/s; launch as A100",
 )  # fmt: skip
 NVLINK5 = LinkSpec("nvlink5", 900e9, 3e-6, "NVIDIA B200 datasheet: 1.8 TB/s both directions")

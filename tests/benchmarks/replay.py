@@ -49,8 +49,8 @@ from nereus_core.sim.replay import ReplayAdapter, ReplayJob, Trace, TransitionPa
 from nereus_core.workload import ALGORITHMS, BFLOAT16_MIXED, Job
 
 A100_PCIE = DeviceSpec(
-    "a100-pcie-80gb", 312e12, 80 * 2**30, 1.935e12, 1.5e-6,
-    "NVIDIA A100 80GB PCIe datasheet (2021): 312 TFLOP/s bf16 dense, 1,935 GB/s",
+    "a100-pcie-80gb", 312e12, 80 * 2**30, 1.935e12, 1.5e-6, 32e9,
+    "NVIDIA A100 80GB PCIe datasheet (2021): 312 TFLOP/s bf16 dense, 1,935 GB/s, PCIe 4.0 x16",
 )  # fmt: skip
 PCIE4 = LinkSpec("pcie4", 32e9, 5e-6, "PCI Express 4.0 x16, one direction")
 

@@ -38,6 +38,26 @@ def test_destroying_is_cheapest_and_parking_costs_a_copy():
     assert 0 < gone < parked < extended
 
 
+def test_what_is_parked_crosses_to_the_host_and_back():
+    units = UnitMap([unit(0, Layout(2, 1), D[:2]), unit(1, Layout(2, 1), D[4:6])])
+    park = Destroy(OpId("a"), UnitId(ACTOR_TRAIN, 1), park=True)
+    back = Extend(OpId("b"), (UnitId(ACTOR_TRAIN, 1),), unit(2, Layout(2, 1), D[4:6]))
+    staged = Merge(OpId("c"), (UnitId(ACTOR_TRAIN, 0),), unit(3, Layout(1, 2), D[:2]), 0)
+    parked = {UnitId(ACTOR_TRAIN, 1)}
+    shard_bytes = TINY.num_params * FLOAT32.train_bytes / 2
+    host_s = {
+        op.op_id: primitive_work(JOB, op, units, parked)[INDEX[OpClass.HOST]]
+        for op in (park, back, staged)
+    }
+    once_s = shard_bytes / CPU_SEAT.host_bytes_per_s
+    assert host_s["a"] == pytest.approx(once_s, rel=0.05)
+    assert host_s["b"] == pytest.approx(once_s, rel=0.05)
+    # A rank of tp2 holds half of every layer, one of pp2 half of the layers: it lacks a half.
+    assert host_s["c"] == pytest.approx(2 * once_s / 2, rel=0.15)
+    alive = Extend(OpId("d"), (UnitId(ACTOR_TRAIN, 0),), unit(2, Layout(2, 1), D[4:6]))
+    assert not primitive_work(JOB, alive, units, parked)[INDEX[OpClass.HOST]]
+
+
 def test_a_train_unit_moves_its_moments_too():
     units = UnitMap([unit(0, Layout(1, 1), D[:1]), unit(0, Layout(1, 1), D[:1], ACTOR_GENERATE)])
     source = (UnitId(ACTOR_TRAIN, 0),)

@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from nereus_core.cluster import Cluster, Device
@@ -67,6 +69,7 @@ def test_diff_lists_only_what_changed():
 
 def test_json_round_trips_and_malformed_json_is_refused():
     assert Plan.from_json(plan().to_json()) == plan()
+    assert pickle.loads(pickle.dumps(plan())) == plan()  # to other processes, too
     with pytest.raises(PlanError, match="not a plan"):
         Plan.from_json({"actor/train": {"layout": "tp2"}})
     with pytest.raises(PlanError, match="not a plan"):

@@ -193,7 +193,7 @@ def test_plugins_add_devices(shelf):
     from nereus_core.cluster import DeviceSpec, LinkSpec
     @hookimpl
     def nereus_device_specs():
-        yield DeviceSpec("tpu-x", 1e15, 2**36, 1e12, 1e-6, "test")
+        yield DeviceSpec("tpu-x", 1e15, 2**36, 1e12, 1e-6, 1e10, "test")
         yield LinkSpec("ici", 1e11, 1e-6, "test")
     """
     shelf.adapter("site", more=more)

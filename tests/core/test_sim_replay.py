@@ -99,9 +99,10 @@ def test_primitives_on_disjoint_devices_overlap_and_on_shared_ones_do_not():
         for op in graph.topological():
             replayed.adapter.split(op)
     pace_s = TRUTH.transition.primitive_s
-    # Twelve splits: four at once on disjoint devices, three stages one after another.
+    # Twelve splits: four at once on disjoint devices, three stages one after another; state of
+    # the train stage crosses to the host and back, for want of room.
     assert len(graph.ops) == 12
-    assert 3 * pace_s <= replayed.adapter.transition_s < 4 * pace_s
+    assert 3 * pace_s <= replayed.adapter.transition_s < 5 * pace_s
 
 
 def test_devices_leave_with_notice_and_the_next_step_is_not_lost():

@@ -97,6 +97,7 @@ def test_a_machine_c_times_as_fast_takes_a_c_th_of_the_time(case, c):
             peak_flops_per_s=spec.peak_flops_per_s * c,
             memory_bytes_per_s=spec.memory_bytes_per_s * c,
             launch_s=spec.launch_s / c,
+            host_bytes_per_s=spec.host_bytes_per_s * c,
         ),
         intra_node=link(slow.intra_node),
         inter_node=link(slow.inter_node),

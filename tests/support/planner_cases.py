@@ -76,7 +76,9 @@ def _problem(
 ) -> tuple[CostModel, Lengths]:
     devices = tuple(Device(f"node{n}", i) for n, c in enumerate(counts) for i in range(c))
     memory = draw.choice([4, 8, 16, 1000]) * 2**18
-    spec = DeviceSpec("small", CPU_SEAT.peak_flops_per_s, memory, 12e9, 5e-6, "chosen for a test")
+    spec = DeviceSpec(
+        "small", CPU_SEAT.peak_flops_per_s, memory, 12e9, 5e-6, 12e9, "chosen for a test"
+    )
     failed = frozenset(draw.sample(devices, draw.choice([0, 0, 1])))
     cluster = Cluster(devices, spec, LOOPBACK, INFINIBAND_HDR, failed)
     job = Job(

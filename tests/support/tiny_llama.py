@@ -1,13 +1,10 @@
 """A tiny Llama in float32 whose weights can be changed, published, and asked for greedy tokens."""
 
-import os
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nereus_adapters.rollout.segment import FOLDER, remove
-from nereus_adapters.rollout.store import segment_name
-from nereus_adapters.rollout.weights import Published, assign, publish
+from nereus_adapters.rollout.segment import path, remove, reserve
+from nereus_adapters.rollout.weights import Published, assign, cells_bytes, publish
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
@@ -92,7 +89,7 @@ class TinyLlama:
 
         pieces = []
         for cells in assign(self.spec, holders, max_devices).values():
-            pieces += publish(segment_name(os.getpid(), self.version), cells, read)
+            pieces += publish(reserve(cells_bytes(cells, "float32")), cells, read)
         found = Published(self.version, self.spec, "float32", tuple(pieces))
         self._segments |= found.segments
         return found
@@ -103,7 +100,7 @@ class TinyLlama:
 
 def flip(piece):
     """Change a byte of what was published; once more, and it is as it was."""
-    with (FOLDER / piece.segment).open("r+b") as content:
+    with path(piece.segment).open("r+b") as content:
         content.seek(piece.offset)
         byte = content.read(1)
         content.seek(piece.offset)

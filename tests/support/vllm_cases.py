@@ -4,20 +4,20 @@ import copy
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
+from rollout_job import ONE
+from rollout_job import PP2 as PP2
+from rollout_job import TP2 as TP2
+from rollout_job import prompts as prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nereus_adapters.rollout.ports import Prompt, Sampling
 from nereus_adapters.rollout.segment import remove
 from nereus_adapters.rollout.store import publish_here
 from nereus_adapters.rollout.vllm.harness import TINY
 from nereus_core.cluster import Device
-from nereus_core.layout import Layout
 from nereus_core.state import unit_shards
 
 DEVICES = (Device("node0", 0), Device("node0", 1))
-ONE, TP2, PP2 = Layout(1, 1), Layout(2, 1), Layout(1, 2)
 
 
 class Weights:
@@ -71,19 +71,6 @@ class Weights:
     def close(self):
         for published in self._published:
             remove(published.segments)
-
-
-def prompts(count, max_tokens=24):
-    """Greedy prompts that differ in length and content."""
-    rng = np.random.default_rng(7)
-    return [
-        Prompt(
-            f"p{i}",
-            (1, *map(int, rng.integers(3, 300, 4 + i % 5))),
-            Sampling(max_tokens, temperature=0.0),
-        )
-        for i in range(count)
-    ]
 
 
 def respond(engine, asked, timeout_s=60):

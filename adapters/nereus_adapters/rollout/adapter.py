@@ -1,8 +1,7 @@
 """RolloutAdapter: the four primitives on the generate stage of a RolloutJob, whatever its engine.
 
-A seat holds one rank, so a unit that takes over the devices of another is started when that one has
-ended. Its weights are not with the units: they wait in shared memory, checked before anything ends.
-Should the new unit not come up, the old one is built again from the same version.
+Weights are not with the units: they wait in shared memory, so that a new unit depends on no other.
+`swapping` says how units take over the devices of others.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from nereus_adapters.rollout.fleet import raise_first, together
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Engine
-from nereus_adapters.rollout.segment import Segment
-from nereus_adapters.rollout.weights import Published
+from nereus_adapters.rollout.swapping import Swap
 from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.capabilities import Capabilities, Feature
 from nereus_core.errors import (
@@ -118,12 +115,12 @@ class RolloutAdapter(LedgerAdapter):
         running = self._running
         moved, kept = primitive_bytes(op, units, running.job)
         enter(Phase.PREPARE)
-        running.settled(ended(op))
+        running.rebuilds.settled(ended(op))
         if isinstance(op, Destroy):
             self._destroy(op, units[op.unit], enter)
             return Done(0, 0)
         version = self._version(op)
-        self._require_memory(op, units)
+        self._require_memory(op)
         if isinstance(op, Extend):
             self._extend(op, version, enter)
         else:
@@ -136,7 +133,7 @@ class RolloutAdapter(LedgerAdapter):
         found = {u: running.version_of(u) for u in sources(op)}
         if isinstance(op, Extend):
             version = max(found.values())
-            running.ensure(version)
+            running.supply.ensure(version)
             return version
         if len(set(found.values())) > 1:
             raise Diverged(sources(op), "the version of their weights", op)
@@ -148,7 +145,7 @@ class RolloutAdapter(LedgerAdapter):
         try:
             engine = running.build(op.unit)
             enter(Phase.TRANSFER)
-            running.load(engine, version)
+            running.supply.load(engine, version)
             enter(Phase.VERIFY)  # the engine has checked every cell's digest
             enter(Phase.COMMIT)
             self._require_alive(op.unit)
@@ -157,7 +154,7 @@ class RolloutAdapter(LedgerAdapter):
                 engine.close()
             self._raise_lost(op, error)
             raise
-        running.admit(op.unit, engine)
+        running.exchange((), {op.unit: engine})
         enter(Phase.RELEASE)
 
     def _destroy(self, op: Destroy, unit: Unit, enter: Enter) -> None:
@@ -166,57 +163,19 @@ class RolloutAdapter(LedgerAdapter):
             enter(phase)
         if op.park:
             running.park(unit)
-        running.dismiss(op.unit)
+        running.exchange([op.unit], {})
         enter(Phase.RELEASE)
 
     def _swap(self, op: Split | Merge, old: tuple[Unit, ...], version: int, enter: Enter) -> None:
-        """End units and start others on their devices, or build the old ones again."""
-        running = self._running
-        new = created(op)
+        """Put units in the place of others, on their devices."""
+        swap = Swap(self._running, old, created(op), version)
+        beside = self._running.factory.beside and self._shortage(op, ()) is None
         try:
-            enter(Phase.TRANSFER)
-            enter(Phase.VERIFY)
-            check(running.store.get(version))
-            enter(Phase.COMMIT)
-            for unit in (*old, *new):
-                self._require_alive(unit)
+            (swap.beside if beside else swap.instead)(enter, self._require_alive)
         except BaseException as error:
             self._raise_lost(op, error)
             raise
-        for unit in old:
-            running.dismiss(unit.id)
-        engines: dict[UnitId, Engine] = {}
-        try:
-            self._begin(new, version, engines)
-            for unit in new:
-                self._require_alive(unit)
-        except BaseException as error:
-            self._back(old, version, engines)
-            self._raise_lost(op, error)
-            raise
-        for unit in new:
-            running.admit(unit, engines[unit.id])
         enter(Phase.RELEASE)
-
-    def _begin(self, units: tuple[Unit, ...], version: int, into: dict[UnitId, Engine]) -> None:
-        """Start engines, all at once, with their weights."""
-
-        def begin(unit: Unit) -> None:
-            into[unit.id] = self._running.build(unit)
-            self._running.load(into[unit.id], version)
-
-        raise_first(together([lambda unit=unit: begin(unit) for unit in units]))  # type: ignore[misc]
-
-    def _back(self, old: tuple[Unit, ...], version: int, new: dict[UnitId, Engine]) -> None:
-        """Build the old units again, as far as their devices are healthy."""
-        for engine in new.values():
-            engine.close()
-        failed = self._running.job.cluster.failed
-        intact = tuple(u for u in old if failed.isdisjoint(u.devices))
-        engines: dict[UnitId, Engine] = {}
-        self._begin(intact, version, engines)
-        for unit in intact:
-            self._running.admit(unit, engines[unit.id])
 
     def _require_alive(self, unit: Unit) -> None:
         failed = self._running.job.cluster.failed
@@ -228,30 +187,22 @@ class RolloutAdapter(LedgerAdapter):
         if lost := [u for u in (*ended(op), *sources(op)) if u in self._running.lost]:
             raise UnitLost(lost, tuple(self.units()), str(error)) from error
 
-    def _require_memory(self, op: Primitive, units: UnitMap) -> None:
+    def _require_memory(self, op: Primitive) -> None:
         """Raise OutOfDeviceMemory unless new shards fit on the devices, beside other stages'."""
-        job, gone = self.job(), set(ended(op))
+        if error := self._shortage(op, ended(op)):
+            raise error
+
+    def _shortage(self, op: Primitive, gone: Collection[UnitId]) -> OutOfDeviceMemory | None:
+        """Return the error of new shards that do not fit, should some units be gone by then."""
+        job = self.job()
         have = job.cluster.device_spec.memory_bytes
         others = [u for u in self.units().values() if u.id not in gone]
         for unit in created(op):
             for device, need in _bytes(job, unit).items():
                 total = need + sum(_bytes(job, u).get(device, 0) for u in others)
                 if total > have:
-                    raise OutOfDeviceMemory(str(op), device, total, have)
-
-
-def check(published: Published) -> None:
-    """Raise GarbledWeights when published weights have changed in shared memory."""
-    segments: dict[str, Segment] = {}
-    try:
-        for piece in published.pieces:
-            if piece.segment not in segments:
-                segments[piece.segment] = Segment.open(piece.segment)
-            with segments[piece.segment].view(piece.offset, piece.num_bytes) as content:
-                piece.check(content, published.version)
-    finally:
-        for segment in segments.values():
-            segment.close()
+                    return OutOfDeviceMemory(str(op), device, total, have)
+        return None
 
 
 def _bytes(job: Job, unit: Unit) -> dict[object, int]:

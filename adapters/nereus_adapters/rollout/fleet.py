@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nereus_adapters.rollout.ports import (
@@ -104,7 +105,9 @@ class Fleet:
         self._dispatch()
 
     def remove(self, unit: UnitId, *, drain_s: float = 0.0) -> Engine:
-        """Take an engine out; what it was doing goes on elsewhere, or ends first where it drains.
+        """Take an engine out, to be closed or handed on.
+
+        What it was doing goes on elsewhere, or ends first where it drains.
 
         Args:
             unit: whose engine.
@@ -115,7 +118,8 @@ class Fleet:
             replica.routed = False
             if drain_s > 0:
                 self._ended_one.wait_for(lambda: replica.load == 0, drain_s)
-        self._interrupt(replica.engine)
+        with suppress(WaitTimeout):  # one that does not answer is closed next: that ends them too
+            self._interrupt(replica.engine)
         with self._lock:
             del self._replicas[unit]
         return replica.engine

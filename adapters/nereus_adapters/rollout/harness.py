@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from nereus_adapters.rollout.adapter import RolloutAdapter
+from nereus_adapters.rollout.assembling import Part, assembled
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.loop import Loop
 from nereus_adapters.rollout.ports import Engine, EngineFactory
-from nereus_adapters.rollout.segment import FOLDER
-from nereus_adapters.rollout.trainer import HfTrainer, Part, assembled
+from nereus_adapters.rollout.segment import path
+from nereus_adapters.rollout.trainer import HfTrainer
 from nereus_core.capabilities import Capabilities
 from nereus_core.cluster import Cluster, Device
 from nereus_core.errors import OutOfDeviceMemory
@@ -165,9 +166,9 @@ class RolloutHarness:
 
     def corrupt(self) -> None:
         """Change a byte of the newest weights in shared memory."""
-        published = self.running_job.store.get(self.trainer.version)
+        published = self.running_job.supply.store.get(self.trainer.version)
         piece = published.pieces[len(published.pieces) // 2]
-        with (FOLDER / piece.segment).open("r+b") as content:
+        with path(piece.segment).open("r+b") as content:
             content.seek(piece.offset)
             byte = content.read(1)
             content.seek(piece.offset)

@@ -7,27 +7,19 @@ The job knows units, versions and devices, and no primitive.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence
 
-from nereus_adapters.rollout.figures import StepFigures, figures_of
+from nereus_adapters.rollout.figures import Seen, StepFigures
 from nereus_adapters.rollout.fleet import Fleet, raise_first, together
-from nereus_adapters.rollout.ports import (
-    Completion,
-    Engine,
-    EngineError,
-    EngineFactory,
-    EngineLost,
-    EngineSignals,
-    Prompt,
-)
+from nereus_adapters.rollout.ports import Completion, Engine, EngineFactory, Prompt
+from nereus_adapters.rollout.rebuilding import Rebuilds
 from nereus_adapters.rollout.source import Trainer
-from nereus_adapters.rollout.store import Store
-from nereus_adapters.rollout.weights import GarbledWeights, Published
+from nereus_adapters.rollout.supply import Supply
+from nereus_adapters.rollout.weights import Published
 from nereus_core.cluster import Device
-from nereus_core.errors import NereusError, UnitLost, WaitTimeout
+from nereus_core.errors import UnitLost
 from nereus_core.gate import Gate
-from nereus_core.observation import Observation, TokenStats, clip_ratio
+from nereus_core.observation import Observation
 from nereus_core.plan import Plan, check_plan
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, Job
@@ -60,30 +52,25 @@ class RolloutJob:
         check_plan(plan, job)
         self._job, self.factory, self.trainer = job, factory, trainer
         self.gate = gate or Gate(wait_s, asynchronous=job.workload.asynchronous)
-        self.store = Store()
+        self.supply = Supply(trainer)
         self.fleet = Fleet(wait_s=wait_s)
-        self.fleet.on_lost = self._rebuild_soon
-        self._wait_s = wait_s
         self._lock = threading.RLock()
         self._units: dict[UnitId, Unit] = {}
-        self._rebuilds: dict[UnitId, Future[None]] = {}
-        self._rebuilding = threading.Lock()
+        self.rebuilds = Rebuilds(
+            self.fleet, self._unit, self.start, self.supply.load, self.lose, wait_s
+        )
+        self.fleet.on_lost = self.rebuilds.soon
         self._failed: frozenset[Device] = job.cluster.failed
         self._unheard: list[UnitId] = []
         self.lost: set[UnitId] = set()
         """Units that went with a device, ever."""
         self.parked: dict[UnitId, Unit] = {}
-        self.rebuilt = 0
-        """Engines that were rebuilt because they failed."""
         self.steps = 0
-        self._figures: StepFigures | None = None
-        self._lengths: list[tuple[int, int]] = []
-        self._signals: dict[UnitId, EngineSignals] = {}
-        self._publishing = threading.Lock()
-        self.ensure(trainer.version)
-        self._start(plan, list(engines))
+        self._seen = Seen()
+        self.supply.ensure(trainer.version)
+        self._begin(plan, list(engines))
 
-    def _start(self, plan: Plan, left: list[Engine]) -> None:
+    def _begin(self, plan: Plan, left: list[Engine]) -> None:
         placement = plan[ACTOR_GENERATE]
         wanted = [
             Unit(UnitId(ACTOR_GENERATE, serial), placement.layout, devices)
@@ -100,13 +87,13 @@ class RolloutJob:
         version = self.trainer.version
 
         def begin(unit: Unit) -> None:
-            engine = found.get(unit.id) or self.build(unit)
-            found[unit.id] = engine
-            self.load(engine, version)
+            if unit.id in found:
+                self.supply.load(found[unit.id], version)
+            else:
+                found[unit.id] = self.start(unit, version)
 
         raise_first(together([lambda unit=unit: begin(unit) for unit in wanted]))  # type: ignore[misc]
-        for unit in wanted:
-            self.admit(unit, found[unit.id])
+        self.exchange((), {unit: found[unit.id] for unit in wanted})
         self.fleet.serve_version(version)
         self.link()
 
@@ -134,25 +121,8 @@ class RolloutJob:
 
     def observe(self) -> Observation:
         """Return what was seen since the last call; touches no engine."""
-        with self._lock:
-            figures, self._figures = self._figures, None
-            lengths, self._lengths = self._lengths, []
-            signals, self._signals = self._signals, {}
-        peaks = dict(self.trainer.take_peaks())
-        for seen in signals.values():
-            for device, peak in seen.peak_bytes.items():
-                peaks[device] = peaks.get(device, 0) + peak
-        responses = [n for _, n in lengths]
-        return Observation(
-            step=self.steps - 1,
-            step_s=figures.step_s if figures else 0.0,
-            stage_s=dict(figures.stage_s) if figures else {},
-            prompt_tokens=TokenStats.of([n for n, _ in lengths]),
-            response_tokens=TokenStats.of(responses),
-            peak_bytes=peaks,
-            healthy=frozenset(self.job.cluster.healthy),
-            metrics={**(figures.metrics if figures else {}), **figures_of(signals)},
-            clip_ratio=clip_ratio(responses, self._job.max_response_tokens),
+        return self._seen.take(
+            self.steps - 1, self.job, self.trainer.take_peaks(), self._job.max_response_tokens
         )
 
     # --- Steps ------------------------------------------------------------------------------------
@@ -170,10 +140,9 @@ class RolloutJob:
 
     def note(self, prompts: Sequence[Prompt], found: Sequence[Completion]) -> None:
         """Keep the lengths of responses that came in another way than by `generate`."""
-        with self._lock:
-            self._lengths += [
-                (len(p.tokens), len(c.tokens)) for p, c in zip(prompts, found, strict=True)
-            ]
+        self._seen.note(
+            [(len(p.tokens), len(c.tokens)) for p, c in zip(prompts, found, strict=True)]
+        )
 
     def sync(self) -> None:
         """Bring every engine to the trainer's newest weights; it returns when all serve them.
@@ -190,28 +159,15 @@ class RolloutJob:
             e.version == version for e in self.fleet.engines().values()
         ):
             return
-        self.ensure(version)
-
-        def bring(unit: UnitId) -> None:
-            engine = self.fleet.engine(unit)
-            if engine.version == version:
-                return
-            try:
-                self.load(engine, version)
-            except (EngineError, EngineLost, WaitTimeout):
-                self.rebuild(unit, engine, version)
-
-        units = [u.id for u in self.units.of(ACTOR_GENERATE)]
-        raise_first(together([lambda unit=unit: bring(unit) for unit in units]))  # type: ignore[misc]
+        self.supply.ensure(version)
+        self.rebuilds.bring(self.units.of(ACTOR_GENERATE), version)
         self.fleet.serve_version(version)
         self._prune()
 
     def stepped(self, figures: StepFigures) -> None:
         """Count a step, and ask engines what they have seen in it."""
-        signals = self.fleet.signals()
-        with self._lock:
-            self.steps += 1
-            self._figures, self._signals = figures, signals
+        self._seen.stepped(figures, self.fleet.signals())
+        self.steps += 1
 
     def heard(self) -> None:
         """Raise UnitLost, once, for units that went since the last call, or when none is left."""
@@ -227,28 +183,19 @@ class RolloutJob:
         """Start an engine for a unit; it has no weights and takes no part yet."""
         return self.factory.create(str(unit.id), unit.layout, unit.devices)
 
-    def load(self, engine: Engine, version: int) -> None:
-        """Give an engine a version that is in the store; published once more if it is garbled."""
-        published = self.store.get(version)
+    def start(self, unit: Unit, version: int) -> Engine:
+        """Start an engine for a unit, with a version that is in the store."""
+        engine = self.build(unit)
         try:
-            engine.update_weights(version, published.manifest(engine.layout))
-        except GarbledWeights:
-            if version != self.trainer.version:
-                raise
-            with self._publishing:
-                if self.store.get(version) is published:  # nobody has done it meanwhile
-                    self.trainer.publish(self.store)
-            engine.update_weights(version, self.store.get(version).manifest(engine.layout))
-
-    def ensure(self, version: int) -> None:
-        """Have a version in the store: the trainer's newest is published where it is not."""
-        with self._publishing:
-            if version == self.trainer.version and version not in self.store:
-                self.trainer.publish(self.store)
+            self.supply.load(engine, version)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     def given(self, unit: UnitId) -> Published:
         """Return the weights that a unit serves, as they were published; it has checked them."""
-        return self.store.get(self.version_of(unit))
+        return self.supply.store.get(self.version_of(unit))
 
     def version_of(self, unit: UnitId) -> int:
         """Return the version that a unit serves, or that of the trainer for one of its units."""
@@ -262,18 +209,19 @@ class RolloutJob:
         assert found is not None
         return found
 
-    def admit(self, unit: Unit, engine: Engine) -> None:
-        """Let a unit take part; it is routed to after `link`."""
-        with self._lock:
-            self._units[unit.id] = unit
-        self.fleet.add(unit.id, engine)
+    def exchange(self, old: Collection[UnitId], new: Mapping[Unit, Engine]) -> None:
+        """Let units take the place of others, at once; then the others end, their devices are free.
 
-    def dismiss(self, unit: UnitId) -> None:
-        """End a unit: what it was doing goes on elsewhere, its devices are free."""
-        self.settled([unit])
-        self.fleet.remove(unit).close()
+        New units are routed to after `link`; what old ones were doing goes on elsewhere.
+        """
+        self.rebuilds.settled(old)
         with self._lock:
-            del self._units[unit]
+            for unit in old:
+                del self._units[unit]
+            for fresh, engine in new.items():
+                self._units[fresh.id] = fresh
+                self.fleet.add(fresh.id, engine)
+        raise_first(together([lambda u=unit: self.fleet.remove(u).close() for unit in old]))  # type: ignore[misc]
 
     def park(self, unit: Unit) -> None:
         """Keep a unit's weights, in the store, until `link`."""
@@ -288,17 +236,6 @@ class RolloutJob:
         self.fleet.route(u.id for u in self.units.of(ACTOR_GENERATE))
         self._prune()
 
-    def settled(self, units: Iterable[UnitId]) -> None:
-        """Wait for rebuilds of units that are under way."""
-        for unit in units:
-            with self._lock:
-                under_way = self._rebuilds.get(unit)
-            if under_way is not None:
-                try:
-                    under_way.exception(self._wait_s)
-                except TimeoutError:
-                    raise WaitTimeout(f"the rebuilding of {unit}", self._wait_s) from None
-
     # --- Failures ---------------------------------------------------------------------------------
 
     def fail(self, device: Device) -> None:
@@ -310,91 +247,52 @@ class RolloutJob:
             self._unheard += gone
             self.lost.update(gone)
         self.trainer.fail(device)
-        for unit in gone:
-            if unit.model_stage == ACTOR_GENERATE:
-                self.fleet.remove(unit).close()
-                with self._lock:
-                    del self._units[unit]
+        self._end([u for u in gone if u.model_stage == ACTOR_GENERATE])
 
     def reap(self) -> tuple[UnitId, ...]:
         """End engines on devices that the trainer knows to be gone; return their units."""
         failed = self.failed
         with self._lock:
             gone = tuple(u.id for u in self._units.values() if not failed.isdisjoint(u.devices))
-            for unit in gone:
-                del self._units[unit]
             self.lost.update(gone)
-        for unit in gone:
-            self.fleet.remove(unit).close()
+        self._end(gone)
         return gone
 
-    def rebuild(self, unit: UnitId, failed: Engine, version: int) -> None:
-        """Put a new engine in the place of one that failed, on the same devices, once."""
-        with self._rebuilding:
-            with self._lock:
-                wanted = self._units[unit]
-            engine = self.fleet.engine(unit)
-            if engine is not failed:  # somebody else has noticed too, and done it
-                if engine.version != version:
-                    self.load(engine, version)
-                return
-            failed.close()
-            engine = self.build(wanted)
-            try:
-                self.load(engine, version)
-            except NereusError:
-                engine.close()
-                raise
-            self.fleet.replace(unit, engine)
-            self.rebuilt += 1
-
-    def _rebuild_soon(self, unit: UnitId) -> None:
-        """Rebuild a lost engine on a thread of its own, once."""
+    def lose(self, unit: UnitId) -> None:
+        """Give up a unit whose engine cannot be had again; the next step hears of it."""
         with self._lock:
-            known = self._units.get(unit)
-            if (
-                known is None
-                or unit in self._rebuilds
-                or not self.failed.isdisjoint(known.devices)
-                or (failed := self.fleet.engine(unit)).alive
-            ):
-                return
-            done: Future[None] = Future()
-            self._rebuilds[unit] = done
+            self._unheard.append(unit)
+            self.lost.add(unit)
+        self._end([unit])
 
-        def run() -> None:
-            try:
-                assert self.fleet.version is not None
-                self.rebuild(unit, failed, self.fleet.version)
-            except Exception as error:
-                with self._lock:
-                    self._units.pop(unit, None)
-                    self._unheard.append(unit)
-                    self.lost.add(unit)
-                self.fleet.remove(unit).close()
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-            finally:
-                with self._lock:
-                    del self._rebuilds[unit]
+    def _end(self, units: Collection[UnitId]) -> None:
+        """End units' engines without leave-taking."""
+        with self._lock:
+            mine = [unit for unit in units if self._units.pop(unit, None) is not None]
+        for unit in mine:
+            self.fleet.remove(unit).close()
 
-        threading.Thread(target=run, name=f"nereus rebuild {unit}", daemon=True).start()
+    def _unit(self, unit: UnitId) -> Unit | None:
+        """Return a unit that is to have an engine."""
+        with self._lock:
+            found = self._units.get(unit)
+        return found if found is not None and self.failed.isdisjoint(found.devices) else None
 
     def _prune(self) -> None:
         """Forget versions that no unit holds."""
+        rebuilding = self.rebuilds.under_way
         held = {e.version for e in self.fleet.engines().values()}
         wanted = {v for v in (*held, self.fleet.version, self.trainer.version) if v is not None}
         with self._lock:
-            if not self.parked and not self._rebuilds:
-                self.store.keep(wanted)
+            if not self.parked and not rebuilding:
+                self.supply.store.keep(wanted)
 
     def release(self) -> list[Engine]:
         """Let go of the engines, which are handed to a job after this one, and of the weights."""
         self.fleet.interrupt()
         units = list(self.fleet.engines())
         engines = [self.fleet.remove(unit) for unit in units]
-        self.store.close()
+        self.supply.store.close()
         return engines
 
     def close(self) -> None:

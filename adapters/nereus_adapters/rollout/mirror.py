@@ -1,4 +1,4 @@
-"""Mirror: published weights on other hosts, over torch.distributed (gloo).
+"""Mirror: published weights on other hosts, over torch.distributed (gloo, or nccl by way of GPUs).
 
 Segments of shared memory are of one host. Where engines are on others, one process of each host is
 a *party*: those that published send, the others write what they receive into segments of their own,
@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from nereus_adapters.rollout.segment import Segment
-from nereus_adapters.rollout.weights import Piece, Published
+from nereus_adapters.rollout.segment import Segment, reserve
+from nereus_adapters.rollout.weights import Piece, Published, padded
 from nereus_core.errors import WaitTimeout
 from nereus_core.layout import Layout
 
@@ -75,14 +75,23 @@ class Party:
         names: of all, in any order.
         address: host and port of the store; the first party by name serves it.
         timeout_s: longest wait for the others to come, and for any one message.
+        backend: of the group; the same for all parties. With nccl, messages pass through the
+            current CUDA device of each party's process.
 
     Raises:
         WaitTimeout: some did not come; names them.
     """
 
     def __init__(
-        self, name: str, names: Iterable[str], address: tuple[str, int], *, timeout_s: float = 60.0
+        self,
+        name: str,
+        names: Iterable[str],
+        address: tuple[str, int],
+        *,
+        timeout_s: float = 60.0,
+        backend: Literal["gloo", "nccl"] = "gloo",
     ) -> None:
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self.name, self._names, self._timeout_s = name, sorted(set(names)), timeout_s
         wait = timedelta(seconds=timeout_s)
         rank, size = self._names.index(name), len(self._names)
@@ -99,7 +108,9 @@ class Party:
         except RuntimeError as error:
             awaited = f"{self._late()} to join the group of {', '.join(self._names)}"
             raise WaitTimeout(awaited, timeout_s) from error
-        self._group: Any = torch.distributed.ProcessGroupGloo(self._store, rank, size, wait)
+        kinds = torch.distributed
+        made = kinds.ProcessGroupNCCL if backend == "nccl" else kinds.ProcessGroupGloo
+        self._group: Any = made(self._store, rank, size, wait)
 
     def _late(self) -> str:
         try:
@@ -108,21 +119,21 @@ class Party:
             return "a party that others have given up waiting for"
         return ", ".join(late)
 
-    def exchange(self, listed: Iterable[Shipment], segment: str) -> tuple[Piece, ...]:
-        """Do this party's shipments; return the pieces it received, in its new segment.
+    def exchange(self, listed: Iterable[Shipment]) -> tuple[Piece, ...]:
+        """Do this party's shipments; return the pieces it received, in a new segment of its own.
 
         Args:
             listed: all shipments, in any order; the same for all parties.
-            segment: name of the segment to be made for what arrives.
 
         Raises:
             WaitTimeout: a peer did not send or take its part; names it.
         """
         ordered = sorted(listed, key=lambda s: (s.source, s.target))
         coming = [piece for s in ordered if s.target == self.name for piece in s.pieces]
-        starts = accumulate((_padded(piece.num_bytes) for piece in coming), initial=0)
+        segment = reserve(sum(padded(p.num_bytes) for p in coming)) if coming else ""
+        starts = accumulate((padded(piece.num_bytes) for piece in coming), initial=0)
         made = [replace(p, segment=segment, offset=o) for p, o in zip(coming, starts, strict=False)]
-        here = Segment.create(segment, sum(_padded(p.num_bytes) for p in coming)) if made else None
+        here = Segment(segment, writable=True) if made else None
         received = iter(made)
         for shipment in ordered:
             if shipment.source == self.name:
@@ -138,12 +149,13 @@ class Party:
         opened: dict[str, Segment] = {}
         for piece in shipment.pieces:
             if piece.segment not in opened:
-                opened[piece.segment] = Segment.open(piece.segment)
+                opened[piece.segment] = Segment(piece.segment)
             content = torch.frombuffer(
                 opened[piece.segment].view(piece.offset, piece.num_bytes), dtype=torch.uint8
             )
             for part in content.split(_BUCKET_BYTES):
-                self._done(self._group.send([part], self._rank(shipment.target), 0), shipment)
+                on_device = part.to(self._device)  # the same tensor, where that is the CPU
+                self._done(self._group.send([on_device], self._rank(shipment.target), 0), shipment)
             del content
         for segment in opened.values():
             segment.close()
@@ -154,7 +166,9 @@ class Party:
                 np.frombuffer(into.view(piece.offset, piece.num_bytes), np.uint8)
             )
             for part in content.split(_BUCKET_BYTES):
-                self._done(self._group.recv([part], self._rank(shipment.source), 0), shipment)
+                on_device = torch.empty_like(part, device=self._device)
+                self._done(self._group.recv([on_device], self._rank(shipment.source), 0), shipment)
+                part.copy_(on_device)
             del content
 
     def _done(self, work: Any, shipment: Shipment) -> None:
@@ -172,7 +186,3 @@ class Party:
     def close(self) -> None:
         """Leave the group."""
         del self._group, self._store
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64

@@ -141,7 +141,7 @@ class EngineSignals:
     first_token_s: float | None
     """Mean seconds from a request's arrival to its first token; None when none got there."""
     peak_bytes: Mapping[Device, int]
-    """Most memory used per device; on a CPU, resident bytes of the process."""
+    """Most memory used per device; on a CPU, bytes of the process beyond what it had before."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -212,6 +212,11 @@ class EngineFactory(Protocol):
     @property
     def healthy(self) -> frozenset[Device]:
         """Devices an engine may be put on."""
+        ...
+
+    @property
+    def beside(self) -> bool:
+        """Whether an engine may be put on a device where another still is, to take its place."""
         ...
 
     def close(self) -> None:

@@ -1,54 +1,76 @@
-"""Segment: named shared memory on this host, written by one process and read by others."""
+"""Segment: memory of this host that one process holds and others map; it ends with its holder.
+
+A segment is a memfd: a file without a name in any folder, held by a file descriptor of the driver.
+Others reach it through ``/proc/PID/fd``, which the kernel allows to processes of the same user. So
+nothing is left behind however a driver ends, by SIGKILL too, and a small ``/dev/shm`` (64 MB in a
+container by default) is no limit.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-FOLDER = Path("/dev/shm")
-"""Where POSIX shared memory lies on Linux; a plain file there needs no resource tracker."""
-PREFIX = "nereus-weights-"
-"""Names go on with the process id of the driver, which answers for them."""
+_held: dict[str, int] = {}
+"""Segments that this process holds: name -> descriptor."""
+_lock = threading.Lock()
+
+
+def held() -> frozenset[str]:
+    """Return the names of segments that this process holds."""
+    with _lock:
+        return frozenset(_held)
 
 
 def remove(names: Iterable[str]) -> None:
-    """Remove names; what is mapped of them stays readable. Safe to call twice."""
-    for name in names:
-        (FOLDER / name).unlink(missing_ok=True)
+    """Let go of segments that this process holds; what is mapped of them stays. Safe to repeat."""
+    with _lock:
+        for name in names:
+            if (descriptor := _held.pop(name, None)) is not None:
+                os.close(descriptor)
 
 
-def sweep(owner: int) -> None:
-    """Remove all segments that were named for a driver that has ended."""
-    remove(p.name for p in FOLDER.glob(f"{PREFIX}{owner}-*"))
+def reserve(num_bytes: int) -> str:
+    """Make a segment, held by this process until `remove`; return its name."""
+    descriptor = os.memfd_create("nereus-weights")
+    os.ftruncate(descriptor, max(1, num_bytes))
+    name = f"{os.getpid()}-{descriptor}-{os.fstat(descriptor).st_ino}"
+    with _lock:
+        _held[name] = descriptor
+    return name
+
+
+def path(name: str) -> Path:
+    """Return where a segment can be opened as a file, while its holder holds it."""
+    holder, descriptor, _ = name.split("-")
+    return Path(f"/proc/{holder}/fd/{descriptor}")
 
 
 class Segment:
-    """Bytes that have a name, until somebody removes it."""
+    """Bytes of a segment, mapped.
 
-    def __init__(self, name: str, mapping: mmap.mmap) -> None:
+    Args:
+        name: of the segment.
+        writable: map it to be written; otherwise what is written here stays here.
+
+    Raises:
+        FileNotFoundError: nobody holds it any more.
+        PermissionError: its holder is another user's process.
+    """
+
+    def __init__(self, name: str, *, writable: bool = False) -> None:
         self.name = name
-        self._mapping = mapping
-
-    @classmethod
-    def create(cls, name: str, num_bytes: int) -> Self:
-        """Create; raises FileExistsError for a name that is in use."""
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
-        descriptor = os.open(FOLDER / name, flags, 0o600)
+        descriptor = os.open(path(name), os.O_RDWR if writable else os.O_RDONLY)
         try:
-            os.ftruncate(descriptor, max(1, num_bytes))
-            return cls(name, mmap.mmap(descriptor, 0))
-        finally:
-            os.close(descriptor)
-
-    @classmethod
-    def open(cls, name: str) -> Self:
-        """Open for reading (copy on write); raises FileNotFoundError for one that was removed."""
-        descriptor = os.open(FOLDER / name, os.O_RDONLY)
-        try:
-            return cls(name, mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
+            # Its holder may have let go of it, and have opened something else since.
+            if str(os.fstat(descriptor).st_ino) != name.rpartition("-")[2]:
+                raise FileNotFoundError(f"segment {name} is held no more")
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+            self._mapping = mmap.mmap(descriptor, 0, access=access)
         finally:
             os.close(descriptor)
 
@@ -62,3 +84,9 @@ class Segment:
             self._mapping.close()
         except BufferError:
             return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus_adapters.rollout.segment import PREFIX, remove
-from nereus_adapters.rollout.weights import Piece, Published, assign, publish
+from nereus_adapters.rollout.segment import remove, reserve
+from nereus_adapters.rollout.weights import Piece, Published, assign, cells_bytes, publish
 from nereus_core.cluster import Device
 from nereus_core.model import ModelSpec
 from nereus_core.state import Box, Shard
@@ -47,7 +45,7 @@ class Store:
             return version in self._published
 
     def keep(self, versions: Collection[int]) -> None:
-        """Forget all other versions, and remove their segments."""
+        """Forget all other versions, and let go of their segments."""
         with self._lock:
             gone = [self._published.pop(v) for v in list(self._published) if v not in versions]
         for published in gone:
@@ -80,10 +78,5 @@ def publish_here(
         def at(tensor: str, box: Box, device: Device = device) -> NDArray[np.generic]:
             return read(device, tensor, box)
 
-        pieces += publish(segment_name(os.getpid(), version), cells, at)
+        pieces += publish(reserve(cells_bytes(cells, dtype)), cells, at)
     return Published(version, model, dtype, tuple(pieces))
-
-
-def segment_name(driver: int, version: int) -> str:
-    """Return a name that no segment has; `segment.sweep` finds it when the driver has ended."""
-    return f"{PREFIX}{driver}-{version}-{secrets.token_hex(8)}"

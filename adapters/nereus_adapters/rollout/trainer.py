@@ -7,7 +7,7 @@ updates on the whole batch with Adam, and writes every unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from nereus_adapters.rollout.assembling import Arrays, assembled
 from nereus_adapters.rollout.store import Store, publish_here
 from nereus_core.cluster import Device
-from nereus_core.model import ModelSpec
 from nereus_core.plan import Plan
 from nereus_core.state import Box, Shard, Slot, placed, slots_of, tensor_rules
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -31,8 +31,6 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 """Kingma and Ba 2015, section 2."""
 _KL = 0.05
 """Weight of the distance to the reference. Chosen."""
-
-Arrays = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,36 +276,3 @@ class HfTrainer:
 
 def _place(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))
-
-
-Part = tuple[tuple[int, ...], NDArray[np.float32]]
-
-
-def assembled(model: ModelSpec, stage: Stage, ranks: Sequence[Mapping[str, Part]]) -> Arrays:
-    """Lay ranks' boxes into whole arrays, ``slot/tensor`` by name.
-
-    Raises:
-        AssertionError: two ranks hold different bits of one part, or nobody holds it.
-    """
-    whole: Arrays = {}
-    for key, shape in _keys(model, stage):
-        array, seen = np.zeros(shape, np.float32), np.zeros(shape, bool)
-        for rank, parts in enumerate(ranks):
-            if key not in parts:
-                continue
-            offset, values = parts[key]
-            place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-            twice = seen[place]
-            if not np.array_equal(array[place][twice], values[twice]):
-                raise AssertionError(f"{key}: rank {rank} differs from a rank before it")
-            array[place], seen[place] = values, True
-        if not seen.all():
-            raise AssertionError(f"{key}: ranks do not hold all of it")
-        whole[key] = array
-    return whole
-
-
-def _keys(model: ModelSpec, stage: Stage) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for slot in slots_of(stage):
-        for rule in tensor_rules(model):
-            yield f"{slot}/{rule.name}", rule.shape

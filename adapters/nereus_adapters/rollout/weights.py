@@ -31,6 +31,7 @@ VOCAB_MULTIPLE = 64
 Source: vLLM 0.32 vocab_parallel_embedding.py DEFAULT_VOCAB_PADDING_SIZE; SGLang 0.5 has the same.
 """
 _VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _STAGING = Device("the segments", 0)
 
 Read = Callable[[str, Box], NDArray[np.generic]]
@@ -157,27 +158,36 @@ def _cuts(model: ModelSpec, max_devices: int) -> dict[str, tuple[frozenset[int],
     return {name: tuple(map(frozenset, points)) for name, points in found.items()}
 
 
-def publish(name: str, cells: Sequence[Cell], read: Read) -> tuple[Piece, ...]:
-    """Write one device's cells into a new segment; called where the device's tensors are.
+def cells_bytes(cells: Iterable[Cell], dtype: str) -> int:
+    """Return the bytes of a segment that takes cells of a type, as torch names it."""
+    size = DTYPE_BYTES[dtype]
+    return sum(padded(cell.box.num_elements * size) for cell in cells)
 
-    The segment stays until somebody removes it: a `store.Store`.
+
+def publish(name: str, cells: Sequence[Cell], read: Read) -> tuple[Piece, ...]:
+    """Write one device's cells into a segment; called where the device's tensors are.
+
+    Args:
+        name: of a segment that has `cells_bytes`, reserved by whoever is to hold it.
+        cells: to be written, in this order.
+        read: gives their values.
     """
-    arrays = [np.ascontiguousarray(read(cell.tensor, cell.box)) for cell in cells]
-    segment = Segment.create(name, sum(map(_padded, arrays)))
     pieces, offset = [], 0
-    for cell, array in zip(cells, arrays, strict=True):
-        content = array.reshape(-1).view(np.uint8)
-        segment.view(offset, content.nbytes)[:] = content.data
-        digest = xxhash.xxh3_64_intdigest(content.data)
-        pieces.append(Piece(cell, name, offset, content.nbytes, digest))
-        offset += _padded(array)
-    segment.close()
+    with Segment(name, writable=True) as segment:
+        for cell in cells:
+            array = np.ascontiguousarray(read(cell.tensor, cell.box))
+            content = array.reshape(-1).view(np.uint8)
+            with segment.view(offset, content.nbytes) as place:
+                place[:] = content.data
+            digest = xxhash.xxh3_64_intdigest(content.data)
+            pieces.append(Piece(cell, name, offset, content.nbytes, digest))
+            offset += padded(content.nbytes)
     return tuple(pieces)
 
 
-def _padded(array: NDArray[np.generic]) -> int:
-    """Bytes of an array, up to the next multiple of a cache line."""
-    return -(-array.nbytes // 64) * 64
+def padded(num_bytes: int) -> int:
+    """Return bytes up to the next multiple of a cache line."""
+    return -(-num_bytes // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)

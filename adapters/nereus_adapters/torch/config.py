@@ -86,6 +86,8 @@ class RolloutConfig(_Section):
     """Compile nothing: starts faster, generates slower."""
     executor: Literal["seats", "uni", "mp", "ray"] = "seats"
     """Seats that stay when engines change, or vLLM's own workers, started with each engine."""
+    front: Literal["step", "async"] = "step"
+    """Who steps an engine's scheduler: the seat that leads, or vLLM's AsyncLLM beside the seats."""
     recycle_bytes: int | None = Field(256 * 2**20, gt=0)
     """A seat of an engine that has grown by more is replaced. Chosen."""
 

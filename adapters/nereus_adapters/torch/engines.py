@@ -16,9 +16,9 @@ import torch
 
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Completion, EngineFactory, Prompt, Sampling
-from nereus_adapters.rollout.segment import Segment
-from nereus_adapters.rollout.store import Store, segment_name
-from nereus_adapters.rollout.weights import Piece, Published, assign
+from nereus_adapters.rollout.segment import Segment, reserve
+from nereus_adapters.rollout.store import Store
+from nereus_adapters.rollout.weights import Piece, Published, assign, cells_bytes
 from nereus_adapters.torch.config import BackendSection
 from nereus_adapters.torch.engine import Generated, combine
 from nereus_adapters.torch.engine.digest import digest_box
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class SeatTrainer:
     """The torch job as the engines see it. Implements `nereus_adapters.rollout.source.Trainer`."""
 
-    def __init__(self, running: TorchJob, driver: int) -> None:
-        self._running, self._driver = running, driver
+    def __init__(self, running: TorchJob) -> None:
+        self._running = running
 
     @property
     def _fleet(self) -> Fleet:
@@ -70,7 +70,7 @@ class SeatTrainer:
         cells = assign(model, held, len(job.cluster.devices))
         calls = {}
         for device, mine in cells.items():
-            name = segment_name(self._driver, version)
+            name = reserve(cells_bytes(mine, job.precision.compute))
             calls[device] = ("publish", {"unit": holder[device], "name": name, "cells": mine})
         fleet = self._fleet
         pieces: list[Piece] = []
@@ -114,6 +114,7 @@ def factory(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) ->
         kv_cache_bytes=section.kv_cache_bytes,
         eager=section.eager,
         executor=section.executor,
+        front=section.front,
     )
     return VllmFactory(
         settings,
@@ -137,7 +138,7 @@ def published_digests(published: Published) -> dict[str, str]:
     partials = []
     for piece in published.pieces:
         if piece.segment not in opened:
-            opened[piece.segment] = Segment.open(piece.segment)
+            opened[piece.segment] = Segment(piece.segment)
         content = opened[piece.segment].view(piece.offset, piece.num_bytes)
         values = torch.frombuffer(content, dtype=dtype).view(piece.cell.box.shape)
         partials.append({f"{Slot.PARAM}/{piece.cell.tensor}": digest_box(values, piece.cell.box)})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from nereus_adapters.rollout.figures import figures_of
+from nereus_adapters.rollout.figures import figures_of, with_engines
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import EngineFactory
 from nereus_adapters.torch.adopting import adopt
@@ -105,7 +104,7 @@ class TorchJob:
                 self.fleet.start(job.cluster.healthy)
                 self._build(plan, manifest, resume)
                 if engines is not None:
-                    trainer = SeatTrainer(self, os.getpid())
+                    trainer = SeatTrainer(self)
                     self.engines = RolloutJob(
                         job, plan, engines, trainer, gate=self.gate, wait_s=settings.step_s
                     )
@@ -282,9 +281,11 @@ class TorchJob:
         for model, found in rollout.metrics.items():
             for name in ("loss", "grad_norm", "lr", "entropy", "kl", "clip_fraction"):
                 metrics[f"{model}/{name}"] = float(getattr(found, name))
-        if self.engines is not None:
-            metrics |= figures_of(self.engines.fleet.signals())
         peaks = self.peak_bytes()
+        if self.engines is not None:
+            signals = self.engines.fleet.signals()
+            metrics |= figures_of(signals)
+            peaks = with_engines(peaks, signals)
         lengths = [len(t) for t in rollout.generated.tokens]
         seen = Observation(
             step=rollout.step,

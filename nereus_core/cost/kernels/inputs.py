@@ -27,6 +27,7 @@ def require_sizes(what: str, value: Column) -> None:
     Raises:
         CostInputError: with the smallest of them.
     """
-    least = float(np.min(value)) if np.size(value) else 0.0
+    sizes = np.asarray(value)
+    least = float(sizes.min()) if sizes.size else 0.0
     if not least >= 0:
         raise CostInputError(what, least, "zero or more")

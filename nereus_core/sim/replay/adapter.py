@@ -91,7 +91,7 @@ class ReplayAdapter(LedgerAdapter):
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         enter(Phase.PREPARE)
         enter(Phase.TRANSFER)
-        seconds = self._running.truth.primitive_s(self.job(), op, units)
+        seconds = self._running.truth.primitive_s(self.job(), op, units, self._parked)
         enter(Phase.VERIFY)
         enter(Phase.COMMIT)
         with self._lock:

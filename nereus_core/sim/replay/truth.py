@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from nereus_core.cluster import Device
@@ -19,7 +19,7 @@ from nereus_core.cost.step import makespan, regions
 from nereus_core.plan import Plan
 from nereus_core.primitives import Primitive
 from nereus_core.sim.replay.trace import Trace
-from nereus_core.units import UnitMap
+from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
 
 
@@ -59,7 +59,7 @@ class Truth:
     def model(self, job: Job) -> CostModel:
         """Work on this job's shapes at the true efficiencies, before layouts' own factors."""
         moved = dict.fromkeys(
-            (OpClass.P2P_INTRA, OpClass.P2P_INTER), self.transition.link_efficiency
+            (OpClass.P2P_INTRA, OpClass.P2P_INTER, OpClass.HOST), self.transition.link_efficiency
         )
         return CostModel(job, EfficiencyTable.prior(job.cluster, {**self.efficiencies, **moved}))
 
@@ -89,9 +89,11 @@ class Truth:
         need = self.model(job).memory(plan, lengths)
         return {d: round(b * self.fragmentation) for d, b in need.items()}
 
-    def primitive_s(self, job: Job, op: Primitive, units: UnitMap) -> float:
+    def primitive_s(
+        self, job: Job, op: Primitive, units: UnitMap, parked: Container[UnitId]
+    ) -> float:
         """Seconds of one primitive."""
-        return self.model(job).primitive(op, units).mean_s + self.transition.primitive_s
+        return self.model(job).primitive(op, units, parked).mean_s + self.transition.primitive_s
 
     def _uniform(self, *what: object) -> float:
         return random.Random(f"{self.seed} {' '.join(map(str, what))}").random()

@@ -30,8 +30,9 @@ def start(engines):
     """Start engines: ``start("a", Layout(2, 1))``; they are closed after the test."""
     started = []
 
-    def begin(name, layout=Layout(1, 1), first=0, factory=engines):  # noqa: B008  (a value)
-        engine = factory.create(name, layout, DEVICES[first : first + layout.num_devices])
+    def begin(name, layout=Layout(1, 1), first=0, factory=engines, devices=None):  # noqa: B008
+        where = devices or DEVICES[first : first + layout.num_devices]
+        engine = factory.create(name, layout, where)
         started.append(engine)
         return engine
 

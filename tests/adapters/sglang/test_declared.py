@@ -1,6 +1,6 @@
 import pytest
 
-from nereus_adapters.rollout.sglang import SEAMS
+from nereus_adapters.rollout.sglang.seams import SEAMS
 from nereus_core.seams import check_seam
 
 pytestmark = pytest.mark.real

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tiny_llama import CONFIG, TinyLlama, flip
 
+from nereus_adapters.rollout.assembling import assembled
 from nereus_adapters.rollout.ports import EngineError, EngineLost, Finish, Prompt, Sampling
 from nereus_adapters.rollout.sglang.calls import Call
 from nereus_adapters.rollout.sglang.factory import SglangEngines
 from nereus_adapters.rollout.sglang.peeking import parts
-from nereus_adapters.rollout.trainer import assembled
 from nereus_adapters.rollout.weights import GarbledWeights
 from nereus_core.layout import Layout
 from nereus_core.workload import Stage

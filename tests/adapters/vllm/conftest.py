@@ -1,12 +1,11 @@
 """Engines on two seats that stay for the session."""
 
 import json
-import os
 
 import pytest
 from vllm_cases import DEVICES, ONE, Weights
 
-from nereus_adapters.rollout.segment import FOLDER, PREFIX
+from nereus_adapters.rollout.segment import held
 from nereus_adapters.rollout.vllm.harness import TINY, CpuFactory, new_harness, settings
 from nereus_core.model import ModelSpec
 
@@ -31,7 +30,14 @@ def factory(folder, spec):
     made.pool.start(DEVICES)
     yield made
     made.close()
-    assert not [p.name for p in FOLDER.glob(f"{PREFIX}{os.getpid()}-*")]
+    assert not held()
+
+
+@pytest.fixture(scope="session")
+def fronts(factory, folder, spec):
+    """Engines on the same seats: stepped by the seat that leads, or by an AsyncLLM."""
+    other = CpuFactory(settings(folder, front="async"), spec, DEVICES, pool=factory.pool)
+    return {"step": factory, "async": other}
 
 
 @pytest.fixture(scope="session")

@@ -1,52 +1,36 @@
 """Twenty transitions on the same seats: what is left of them in memory, processes and files."""
 
-import statistics
-from itertools import pairwise
-
-import psutil
+import cycles
 import pytest
-from vllm_cases import DEVICES, ONE, PP2, TP2, prompts, respond
+from vllm_cases import DEVICES, ONE, TP2, prompts, respond
 
-from nereus_adapters.rollout.segment import FOLDER
 from nereus_adapters.rollout.vllm.harness import CpuFactory, settings
 
 pytestmark = pytest.mark.real
 
-CYCLE = (ONE, TP2, PP2, ONE)
 GROWTH_BYTES = 8 * 2**20
 """Most that a seat may grow per transition once warm: the leak that engines had before what vLLM
 keeps of reloaded layers was cleared was 5-25 MB."""
-
-
-def processes():
-    """Processes below the test's own: the stem, the seats, and whatever engines started."""
-    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def test_twenty_transitions_leave_nothing_behind(factory, start, weights):
     published = weights.publish(1)
     wanted = [weights.greedy(p.tokens, 12)[0] for p in prompts(2, 12)]
     seats = {d: factory.pool.seat(d).pid for d in DEVICES}
-    grown, mapped, before = [], set(), None
-    for index in range(20):
-        layout = CYCLE[index % len(CYCLE)]
-        groups = [DEVICES] if layout.num_devices == 2 else [(d,) for d in DEVICES]
-        engines = [start(layout, devices, published) for devices in groups]
-        for engine in engines:
-            assert [f.tokens for f in respond(engine, prompts(2, 12))] == wanted
-            mapped.update(n for names in engine.rpc("nereus_shared") for n in names)
-            engine.close()
+
+    def use(engine):
+        assert [f.tokens for f in respond(engine, prompts(2, 12))] == wanted
+
+    def resident_bytes():
         found = [factory.pool.seat(d).call("memory", 60) for d in DEVICES]
         assert [held for _, held in found] == [0, 0]
-        grown.append(max(resident for resident, _ in found))
-        if index == 3:
-            before = processes()
-    steps = [b - a for a, b in pairwise(grown[3:])]
-    assert statistics.mean(steps) < GROWTH_BYTES, [round(g / 2**20, 1) for g in grown]
+        return [resident for resident, _ in found]
+
+    def begin(layout, devices):
+        return start(layout, devices, published)
+
+    cycles.require_nothing_left(DEVICES, begin, use, resident_bytes, GROWTH_BYTES)
     assert {d: factory.pool.seat(d).pid for d in DEVICES} == seats
-    assert processes() <= before
-    assert mapped
-    assert not [name for name in mapped if (FOLDER / name).exists()]
 
 
 def test_a_seat_that_has_grown_is_replaced_between_engines(factory, folder, spec, start, weights):

@@ -9,6 +9,7 @@ import pytest
 from vllm_cases import DEVICES, ONE, PP2, TP2, Weights, model_folder, prompts, respond
 
 from nereus_adapters.rollout.ports import EngineError, EngineLost, Finish, Prompt, Sampling
+from nereus_adapters.rollout.segment import path
 from nereus_adapters.rollout.vllm.harness import CpuFactory, settings
 from nereus_adapters.rollout.weights import GarbledWeights
 from nereus_core.layout import Layout
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.real
 def spoil(published):
     """Change one byte of published weights in shared memory."""
     piece = published.pieces[len(published.pieces) // 2]
-    with open(f"/dev/shm/{piece.segment}", "r+b") as content:
+    with path(piece.segment).open("r+b") as content:
         content.seek(piece.offset)
         byte = content.read(1)
         content.seek(piece.offset)
@@ -179,7 +180,7 @@ def test_a_cache_that_is_too_small_preempts_and_every_token_comes(
     assert 0.5 < seen.kv_cache_use <= 1
     assert seen.tokens_per_s > 0
     assert seen.first_token_s > 0
-    assert min(seen.peak_bytes.values()) > 100 * 2**20
+    assert 2**20 < min(seen.peak_bytes.values()) < 2 * 2**30
     assert engine.signals().generated_tokens == 0
 
 

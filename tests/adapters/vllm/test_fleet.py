@@ -18,13 +18,17 @@ pytestmark = pytest.mark.real
 FIRST, SECOND = UnitId(ACTOR_GENERATE, 0), UnitId(ACTOR_GENERATE, 1)
 
 
+both = pytest.mark.parametrize("pair", ["step", "async"], indirect=True)
+"""Engines stepped by seats, and by vLLM's AsyncLLM."""
+
+
 @pytest.fixture
-def pair(start, weights):
+def pair(request, start, weights, fronts):
     """Two engines of one version in a fleet."""
-    published = weights.publish(1)
+    published, factory = weights.publish(1), fronts[getattr(request, "param", "step")]
     fleet = Fleet(wait_s=60)
     for unit, device in zip((FIRST, SECOND), DEVICES, strict=True):
-        fleet.add(unit, start(ONE, (device,), published))
+        fleet.add(unit, start(ONE, (device,), published, factory))
     fleet.route([FIRST, SECOND])
     fleet.serve_version(1)
     return fleet
@@ -81,18 +85,21 @@ def test_a_response_that_nobody_gives_is_named(pair):
         pair.generate(prompts(1))
 
 
+@both
 def test_removing_an_engine_moves_its_prompts(pair, weights):
     with in_flight(pair, weights):
         pair.remove(FIRST).close()
     assert pair.moved >= 4
 
 
+@both
 def test_draining_an_engine_moves_nothing(pair, weights):
     with in_flight(pair, weights):
         pair.remove(FIRST, drain_s=60).close()
     assert pair.moved == 0
 
 
+@both
 def test_interrupting_all_and_going_on(pair, weights):
     with in_flight(pair, weights):
         pair.interrupt()

@@ -4,7 +4,9 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,6 @@ import vllm_cases
 from vllm_cases import ONE, PP2, TP2
 
 from nereus_adapters.rollout.mirror import shipments
-from nereus_adapters.rollout.segment import remove
 
 pytestmark = pytest.mark.real
 
@@ -27,21 +28,31 @@ def port():
         return probe.getsockname()[1]
 
 
-def run(parties):
-    """Run parties in processes; return what became of each."""
-
-    def one(told):
-        done = subprocess.run(
-            [sys.executable, str(PARTY)],
-            input=pickle.dumps(told),
-            capture_output=True,
-            timeout=180,
-            check=True,
+@contextmanager
+def running(parties):
+    """Run parties in processes that hold what they received; give what became of each."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PARTY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        return pickle.loads(done.stdout)
+        for _ in parties
+    ]
 
-    with ThreadPoolExecutor(len(parties)) as threads:
-        return dict(zip([p["name"] for p in parties], threads.map(one, parties), strict=True))
+    def one(told, process):
+        pickle.dump(told, process.stdin)
+        process.stdin.flush()
+        return pickle.load(process.stdout)
+
+    late = threading.Timer(180, lambda: [p.kill() for p in processes])
+    late.start()
+    try:
+        with ThreadPoolExecutor(len(parties)) as threads:
+            found = threads.map(one, parties, processes)
+            yield dict(zip([p["name"] for p in parties], found, strict=True))
+    finally:
+        late.cancel()
+        for process in processes:
+            process.communicate(timeout=30)
 
 
 def told(published, wanted, *, timeout_s=60.0, names=(*SOURCES, *HOSTS)):
@@ -57,7 +68,6 @@ def told(published, wanted, *, timeout_s=60.0, names=(*SOURCES, *HOSTS)):
             "timeout_s": timeout_s,
             "late_s": 0.0,
             "shipments": listed,
-            "segment": f"nereus-weights-mirror-{address[1]}-{name}",
         }
         for name in names
     ]
@@ -72,8 +82,7 @@ def test_engines_read_on_their_own_host_what_several_sources_sent(start, weights
         party["late_s"] = 0.4 * index
         party["shipments"] = party["shipments"][:: order if index % 2 else -order]
         party["names"] = party["names"][:: order if index % 2 else -order]
-    found = run(parties)
-    try:
+    with running(parties) as found:
         assert {outcome for outcome, _ in found.values()} == {"done"}
         asked = vllm_cases.prompts(2)
         for host, layout in (("host0", ONE), ("host1", TP2)):
@@ -84,8 +93,6 @@ def test_engines_read_on_their_own_host_what_several_sources_sent(start, weights
             tokens = [c.tokens for c in vllm_cases.respond(engine, asked)]
             assert tokens == [weights.greedy(p.tokens, 24)[0] for p in asked]
             engine.close()
-    finally:
-        remove(party["segment"] for party in parties)
 
 
 def test_what_is_not_needed_is_not_sent(weights):
@@ -102,8 +109,8 @@ def test_what_is_not_needed_is_not_sent(weights):
 def test_a_party_that_does_not_come_is_named(weights):
     published = weights.publish(1, PP2)
     parties = told(published, {"host0": [ONE], "host1": [ONE]}, timeout_s=6.0)
-    found = run([p for p in parties if p["name"] != "host1"])
-    assert {kind for kind, _ in found.values()} == {"WaitTimeout"}
+    with running([p for p in parties if p["name"] != "host1"]) as found:
+        assert {kind for kind, _ in found.values()} == {"WaitTimeout"}
     # Whoever serves the store gives up first, perhaps; it names the one that is late.
     assert any("host1 to join the group" in text for _, text in found.values())
 
@@ -113,7 +120,7 @@ def test_a_party_that_sends_nothing_is_named(weights):
     parties = told(published, {"host0": [ONE]}, timeout_s=6.0, names=(*SOURCES, "host0"))
     for party in parties:
         party["leaves"] = party["name"] == "source0"
-    found = run(parties)
-    remove(party["segment"] for party in parties)
+    with running(parties) as found:
+        pass
     assert found["host0"][0] == "WaitTimeout"
     assert "party source0 to send weights" in found["host0"][1]

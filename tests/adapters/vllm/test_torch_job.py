@@ -86,6 +86,15 @@ def greedy(running, folder, tokens):
     return tuple(found[0, len(tokens) :].tolist())
 
 
+def require_peaks_of_engines(seen, units):
+    """Require peaks of devices to hold those of engines, beside the state of training."""
+    for unit in units:
+        engine = seen.metrics[f"{unit.id}/peak_bytes"]
+        assert engine > 2**20
+        assert max(seen.peak_bytes[d] for d in unit.devices) > engine
+    assert all(seen.peak_bytes[d] > 2**20 for unit in units for d in unit.devices)
+
+
 def test_training_and_engines_hold_the_same_weights_through_transitions(tmp_path):
     launched = TorchLaunched.of(config(tmp_path))
     running = launched.handle
@@ -104,6 +113,7 @@ def test_training_and_engines_hold_the_same_weights_through_transitions(tmp_path
             assert metrics["actor/grad_norm"] > 0
             require_right_tokens()
             own = adapter.units().of(ACTOR_GENERATE)
+            require_peaks_of_engines(adapter.observe(), own)
             a, b = running.job.cluster.devices
 
             def unit(*devices, layout=layout):
@@ -151,6 +161,7 @@ def test_the_example_adapts_while_it_runs(tmp_path):
         ({"pool": "ray"}, r"backend\.rollout: 'vllm' needs pool = 'local'"),
         ({"reattach": True}, r"backend\.reattach: engines end with their driver"),
         ({"rollout": "vlm"}, r"backend\.rollout"),
+        ({"vllm": {"front": "async", "executor": "mp"}}, r"front: 'async' is for seats"),
     ],
 )
 def test_what_engines_cannot_do_is_refused_with_its_key(tmp_path, changes, message):

@@ -11,6 +11,10 @@ def main() -> None:
     model, tp, descriptor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     from vllm import LLM, SamplingParams
 
+    from nereus_adapters.rollout.prctl import end_with_parent
+
+    end_with_parent()  # the benchmark may be killed
+
     llm = LLM(
         model,
         load_format="dummy",

@@ -35,6 +35,9 @@ class SglangEngines:
         wait_s: longest wait for an answer of an engine.
         start_s: longest wait until an engine serves.
         pool: of somebody else, who closes it.
+        beside: whether a device has room for two engines while one takes the place of the other.
+            By default it does on a CPU alone: on a GPU, an engine takes most of the memory for
+            keys and values, unless ``arguments`` say less.
     """
 
     def __init__(
@@ -50,12 +53,16 @@ class SglangEngines:
         wait_s: float = 60.0,
         start_s: float = 180.0,
         pool: StemPool | None = None,
+        beside: bool | None = None,
     ) -> None:
+        self._beside = device == "cpu" if beside is None else beside
         self._device, self._devices = device, frozenset(devices)
         self._wait_s, self._start_s = wait_s, start_s
         spec = ModelSpec.from_hf_config(hf_config)
         self._kv_heads, self._tied = spec.num_kv_heads, spec.tied_embeddings
-        self._folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-model-")
+        self._owns_pool = pool is None
+        self.pool = pool or new_pool(device, start_s=start_s)
+        self._folder = tempfile.TemporaryDirectory(prefix="model-", dir=self.pool.folder)
         config = Path(self._folder.name) / "config.json"
         config.write_text(json.dumps({**hf_config, **_NO_EOS}))
         self._arguments = {
@@ -71,13 +78,16 @@ class SglangEngines:
             **(_ON_CPU if device == "cpu" else {}),
             **(arguments or {}),
         }
-        self._owns_pool = pool is None
-        self.pool = pool or new_pool(device, start_s=start_s)
 
     @property
     def healthy(self) -> frozenset[Device]:
         """Devices an engine may be put on."""
         return self._devices
+
+    @property
+    def beside(self) -> bool:
+        """Whether an engine may be put on a device where another still is."""
+        return self._beside
 
     def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> SglangEngine:
         """Start an engine without weights."""
@@ -112,9 +122,9 @@ class SglangEngines:
 
     def close(self) -> None:
         """End everything it started."""
+        self._folder.cleanup()
         if self._owns_pool:
             self.pool.close()
-        self._folder.cleanup()
 
 
 def new_pool(device: str = "cpu", *, start_s: float = 180.0) -> StemPool:

@@ -9,16 +9,17 @@ import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from nereus_adapters.rollout.assembling import Part
 from nereus_adapters.rollout.harness import RolloutHarness
 from nereus_adapters.rollout.ports import Engine
-from nereus_adapters.rollout.sglang import CAPABILITIES, NAME
+from nereus_adapters.rollout.sglang import HOOKS
 from nereus_adapters.rollout.sglang.calls import Call
 from nereus_adapters.rollout.sglang.engine import SglangEngine
 from nereus_adapters.rollout.sglang.factory import SglangEngines
 from nereus_adapters.rollout.sglang.peeking import parameter_bytes, parts
-from nereus_adapters.rollout.trainer import Part
+from nereus_adapters.rollout.sglang.pool import StemPool
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.layout import Layout
@@ -48,17 +49,29 @@ _CALL_S = 60.0
 
 
 class Engines(SglangEngines):
-    """Remembers which engine is on which device."""
+    """Remembers which engines are on which device: two while one takes the place of another."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(TINY, cluster.devices, max_tokens=1024, max_running=16, wait_s=_CALL_S)
-        self.on: dict[Device, SglangEngine] = {}
+    def __init__(self, cluster: Cluster, pool: StemPool | None, *, beside: bool) -> None:
+        super().__init__(
+            TINY,
+            cluster.devices,
+            max_tokens=1024,
+            max_running=16,
+            wait_s=_CALL_S,
+            pool=pool,
+            beside=beside,
+        )
+        self._made: list[SglangEngine] = []
 
     def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> SglangEngine:
         """Start an engine."""
         engine = super().create(name, layout, devices)
-        self.on |= dict.fromkeys(devices, engine)
+        self._made = [*(e for e in self._made if e.alive), engine]
         return engine
+
+    def on(self, device: Device) -> list[SglangEngine]:
+        """Return the engines alive on a device."""
+        return [e for e in self._made if e.alive and device in e.devices]
 
 
 class _Behind:
@@ -74,11 +87,10 @@ class _Behind:
 
     def parameter_bytes(self, device: Device) -> int:
         """Ask the rank on a device; a process that has ended holds nothing."""
-        engine = self.factory.on.get(device)
-        if engine is None or not engine.alive:
-            return 0
-        found: int = engine.call_ranks(Call(parameter_bytes))[engine.devices.index(device)]
-        return found
+        return sum(
+            engine.call_ranks(Call(parameter_bytes))[engine.devices.index(device)]
+            for engine in self.factory.on(device)
+        )
 
     def kill(self, device: Device) -> None:
         """Kill a rank."""
@@ -89,15 +101,27 @@ class _Behind:
         self._signal(device, signal.SIGSTOP)
 
     def _signal(self, device: Device, number: signal.Signals) -> None:
-        engine = self.factory.on.get(device)
-        if engine is not None and engine.alive:
+        for engine in self.factory.on(device):
             with contextlib.suppress(ProcessLookupError):  # it is ending
                 os.kill(engine.pids[engine.devices.index(device)], number)
 
 
-def new_harness() -> RolloutHarness:
-    """Return a harness; its stem is starting."""
+def new_harness(
+    pool: StemPool | None = None, beside: Literal["yes", "no"] = "yes"
+) -> RolloutHarness:
+    """Return a harness.
+
+    Args:
+        pool: of somebody else, who closes it.
+        beside: whether new engines may start while those whose place they take still serve.
+    """
     folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-harness-")
     (Path(folder.name) / "config.json").write_text(json.dumps(dict(TINY)), encoding="utf-8")
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
-    return RolloutHarness(NAME, CAPABILITIES, folder, cluster, _Behind(Engines(cluster)))
+    return RolloutHarness(
+        HOOKS.name,
+        HOOKS.capabilities,
+        folder,
+        cluster,
+        _Behind(Engines(cluster, pool, beside=beside == "yes")),
+    )

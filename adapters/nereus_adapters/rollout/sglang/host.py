@@ -13,48 +13,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
-    InitWeightsUpdateGroupReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
-from sglang.srt.utils.common import MultiprocessingSerializer
 
-from nereus_adapters.rollout.sglang.calls import Outcome, outcome_file
-from nereus_adapters.rollout.sglang.loading import CALL, DIGESTS, run_rank
+from nereus_adapters.rollout.resident import resident_bytes
+from nereus_adapters.rollout.sglang.loading import run_rank
 from nereus_adapters.rollout.sglang.meter import Meter
-from nereus_core.errors import NereusError, WaitTimeout
-
-_IDLE_S = 30.0
-"""Longest that ranks take to finish the step they are in once all is interrupted. Chosen."""
-_LOOK_S = 0.05
-"""How often to look at what has no event of its own; chosen, not measured."""
-
-
-class Declined(NereusError):
-    """The engine answered that it did not do what it was asked for."""
-
-
-class Garbled(NereusError):
-    """Weights arrived changed."""
+from nereus_adapters.rollout.sglang.receiving import LOOK_S, Declined, Receiver
+from nereus_core.errors import WaitTimeout
 
 
 class _ForkingEngine(Engine):
@@ -105,9 +82,9 @@ def serve(connection: Connection, lease: dict[str, Any]) -> None:
     """
     os.environ.update(lease["environment"])
     tempfile.tempdir = None  # was settled before TMPDIR was set
-    started_s = time.perf_counter()
+    started_s, base_bytes = time.perf_counter(), resident_bytes()
     engine = _ForkingEngine(**lease["arguments"])
-    host = Host(engine, connection)
+    host = Host(engine, connection, base_bytes)
     pids = list(engine.get_all_child_pids())
     connection.send(("ready", pids, time.perf_counter() - started_s))
     engine.loop.run_until_complete(host.run(pids))
@@ -116,14 +93,24 @@ def serve(connection: Connection, lease: dict[str, Any]) -> None:
 class Host:
     """Does what the driver asks, several requests at once, on the engine's event loop."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, connection: Connection, base_bytes: int) -> None:
         self._engine, self._connection = engine, connection
         self._manager = engine.tokenizer_manager
-        self._meter = Meter(engine)
+        self._meter = Meter(engine, base_bytes)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
-        self._serials = itertools.count()
+        receiver = Receiver(engine)
+        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "interrupt": self.interrupt,
+            "signals": self.signals,
+            "call_ranks": receiver.call_ranks,
+            "join": receiver.join,
+            "leave": receiver.leave,
+            "begin_receiving": receiver.begin_receiving,
+            "receive": receiver.receive,
+            "end_receiving": receiver.end_receiving,
+        }
 
     async def run(self, pids: list[int]) -> None:
         """Serve until the driver's end is closed; a rank that ends ends this process."""
@@ -132,7 +119,7 @@ class Host:
         threading.Thread(target=self._listen, args=[loop], daemon=True, name="driver").start()
         for pid in pids:
             loop.add_reader(os.pidfd_open(pid), functools.partial(_end_all, pids))
-        watch = loop.create_task(self._meter.watch(lambda: bool(self._running), _LOOK_S))
+        watch = loop.create_task(self._meter.watch(lambda: bool(self._running), LOOK_S))
         await self._ended.wait()
         watch.cancel()
         _end_all(pids)
@@ -154,7 +141,7 @@ class Host:
 
     async def _answer(self, call_id: int, method: str, arguments: dict[str, Any]) -> None:
         try:
-            value = await getattr(self, method)(**arguments)
+            value = await self._methods[method](**arguments)
         except Exception as error:
             self._send("failed", call_id, type(error).__name__, str(error))
         else:
@@ -209,137 +196,13 @@ class Host:
             if time.monotonic() > deadline_s:
                 raise WaitTimeout(f"the end of {', '.join(sorted(self._running))}", timeout_s)
             self._manager.abort_request(abort_all=True)
-            await asyncio.wait(tasks, timeout=_LOOK_S)
-
-    # --- Weights ----------------------------------------------------------------------------------
-
-    async def call_ranks(self, call: bytes, timeout_s: float) -> list[object]:
-        """Let every rank do a `loading.Call`, within an update; return what each returned.
-
-        Raises:
-            Garbled: what a rank read has another digest than it was published with.
-            Declined: a rank could not do it.
-        """
-        ranks = range(self._engine.server_args.tp_size)
-        with self._path() as path:
-            path.write_bytes(call)
-            request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[MultiprocessingSerializer.serialize([]) for _ in ranks],
-                load_format=f"{CALL}{path}",
-                flush_cache=False,
-            )
-            await self.begin_receiving()
-            try:
-                answer = await self._manager.update_weights_from_tensor(request, None)
-                _expect("update weights", answer)
-                return await self._outcomes(path, timeout_s)
-            finally:
-                await self.end_receiving()
-
-    async def join(self, address: str, port: int, name: str, offset: int, size: int) -> None:
-        """Join a group in which rank 0 holds weights and ranks from ``offset`` on are ours."""
-        _expect(
-            "join a weight group",
-            await self._manager.init_weights_update_group(
-                InitWeightsUpdateGroupReqInput(
-                    master_address=address,
-                    master_port=port,
-                    rank_offset=offset,
-                    world_size=size,
-                    group_name=name,
-                    backend="nccl" if self._engine.server_args.device == "cuda" else "gloo",
-                ),
-                None,
-            ),
-        )
-
-    async def leave(self, name: str) -> None:
-        """Leave a weight group."""
-        _expect(
-            "leave a weight group",
-            await self._manager.destroy_weights_update_group(
-                DestroyWeightsUpdateGroupReqInput(group_name=name), None
-            ),
-        )
-
-    async def begin_receiving(self) -> None:
-        """Be ready for weights from groups; their senders may begin once this has returned."""
-        await self._wait_idle()
-        _expect("begin an update", await self._manager.begin_weight_update(_BEGIN, None))
-
-    async def receive(
-        self,
-        group: str,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        timeout_s: float,
-    ) -> None:
-        """Take tensors that rank 0 of a group broadcasts; the last holds the others' digests."""
-        with self._path() as path:
-            request = UpdateWeightsFromDistributedReqInput(
-                names=[*names[:-1], f"{DIGESTS}{path}"],
-                dtypes=dtypes,
-                shapes=shapes,
-                group_name=group,
-                flush_cache=False,
-            )
-            _expect(
-                f"receive weights from group {group}",
-                await self._manager.update_weights_from_distributed(request, None),
-            )
-            await self._outcomes(path, timeout_s)
-
-    async def end_receiving(self) -> None:
-        """Make what was received what is served."""
-        _expect("end an update", await self._manager.end_weight_update(_END, None))
-
-    async def _outcomes(self, path: Path, timeout_s: float) -> list[object]:
-        """Wait until every rank has said how it went."""
-        arguments = self._engine.server_args
-        files = [outcome_file(path, r) for r in range(arguments.tp_size * arguments.pp_size)]
-        deadline_s = time.monotonic() + timeout_s
-        while missing := [rank for rank, file in enumerate(files) if not file.exists()]:
-            if time.monotonic() > deadline_s:
-                ranks = ", ".join(map(str, missing))
-                raise WaitTimeout(f"rank {ranks} to say how its update went", timeout_s)
-            await asyncio.sleep(_LOOK_S / 10)
-        found: list[Outcome] = [pickle.loads(file.read_bytes()) for file in files]
-        for file in files:
-            file.unlink()
-        if problem := "; ".join(o.problem for o in found if o.problem is not None):
-            raise Garbled(problem) if any(o.garbled for o in found) else Declined(problem)
-        return [o.value for o in found]
-
-    @contextlib.contextmanager
-    def _path(self) -> Iterator[Path]:
-        """Return a path for what concerns one update."""
-        path = Path(tempfile.gettempdir()) / f"update{next(self._serials)}"
-        yield path
-        path.unlink(missing_ok=True)
-
-    async def _wait_idle(self) -> None:
-        """Wait until no rank computes, and forget keys and values of the weights so far."""
-        deadline_s = time.monotonic() + _IDLE_S
-        while not (await self._manager.flush_cache()).success:
-            if time.monotonic() > deadline_s:
-                raise WaitTimeout("ranks to be idle before an update of weights", _IDLE_S)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.wait(tasks, timeout=LOOK_S)
 
     # --- Looking ----------------------------------------------------------------------------------
 
     async def signals(self) -> dict[str, Any]:
         """Return what was seen since the last call."""
         return self._meter.take()
-
-
-_BEGIN, _END = BeginWeightUpdateReqInput(), EndWeightUpdateReqInput()
-
-
-def _expect(doing: str, answer: tuple[bool, str]) -> None:
-    succeeded, message = answer[:2]
-    if not succeeded:
-        raise Declined(f"could not {doing}: {message}")
 
 
 def _end_all(pids: list[int]) -> None:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from nereus_adapters.rollout.segment import FOLDER as SHARED_MEMORY
 from nereus_core.errors import WaitTimeout
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where SGLang makes files."""
 _CLOSE_S = 10.0
 """A killed process is gone in far less; chosen, not measured."""
 _LOOK_S = 0.005

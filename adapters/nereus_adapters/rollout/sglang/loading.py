@@ -149,7 +149,7 @@ def _tensors(
         whole, origin = torch.empty(shape, dtype=dtype), Box((0,) * len(shape), shape)
         for piece in pieces:
             if piece.segment not in segments:
-                segments[piece.segment] = Segment.open(piece.segment)
+                segments[piece.segment] = Segment(piece.segment)
             content = segments[piece.segment].view(piece.offset, piece.num_bytes)
             piece.check(content, manifest.version)
             box = piece.cell.box

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from nereus_adapters.rollout.resident import take_peak_bytes
 
 
 class Meter:
-    """Counts tokens and times, looks at the scheduler's load while there is any."""
+    """Counts tokens and times, looks at the scheduler's load while there is any.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    Args:
+        engine: an `sglang.Engine`.
+        base_bytes: that its rank processes had before they were ranks.
+    """
+
+    def __init__(self, engine: Any, base_bytes: int) -> None:
+        self._engine, self._base_bytes = engine, base_bytes
         self._arrived_s: dict[str, float] = {}
         self._retractions: dict[str, int] = {}
         self._busy_since_s: float | None = None
@@ -74,17 +80,10 @@ class Meter:
             "generated_tokens": self._tokens,
             "busy_s": self._busy_s,
             "first_token_s": sum(first) / len(first) if first else None,
-            "peak_bytes": [_peak_bytes(pid) for pid in self._engine.get_all_child_pids()],
+            "peak_bytes": [
+                max(0, take_peak_bytes(pid) - self._base_bytes)
+                for pid in self._engine.get_all_child_pids()
+            ],
         }
         self._reset()
         return found
-
-
-def _peak_bytes(pid: int) -> int:
-    """Most resident bytes of a rank since the last look; looking begins a new peak."""
-    folder = Path(f"/proc/{pid}")
-    for line in (folder / "status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            (folder / "clear_refs").write_text("5")  # proc(5): resets the peak resident set
-            return int(line.split()[1]) * 1024
-    return 0

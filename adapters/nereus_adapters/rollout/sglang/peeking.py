@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from nereus_adapters.rollout.assembling import Part
 from nereus_adapters.rollout.sglang.calls import TIED
-
-Part = tuple[tuple[int, ...], NDArray[np.float32]]
 
 
 def parameter_bytes(model: Any, rank: int, argument: object) -> int:

@@ -27,6 +27,7 @@ from nereus_adapters.rollout.sglang.leftovers import end_group
 from nereus_adapters.rollout.sglang.stem import MAX_MESSAGE_BYTES
 from nereus_core.errors import WaitTimeout
 
+_STEM = (sys.executable, "-P", "-m", f"{__package__}.stem")
 _CLOSE_S = 10.0
 """A killed process is gone in far less; chosen, not measured."""
 _NOT_WORDS = re.compile(r"[^A-Za-z0-9]+")
@@ -59,7 +60,8 @@ class StemPool:
         self._lock = threading.RLock()
         self._stem: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="nereus-sglang-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="nereus-sglang-"))
+        """Removed with the stem, should the driver not have done it."""
         self._starting: dict[str, Future[int]] = {}
         self._leased: dict[int, Leased] = {}
         self._ready: Future[None] = Future()
@@ -91,7 +93,7 @@ class StemPool:
         """Fork an engine process; it says ``ready`` on its connection once it serves."""
         self.start()
         words = _NOT_WORDS.sub("-", name)
-        folder = Path(tempfile.mkdtemp(prefix=f"{words}-", dir=self._folder))
+        folder = Path(tempfile.mkdtemp(prefix=f"{words}-", dir=self.folder))
         message = json.dumps(
             {
                 "name": folder.name,
@@ -153,15 +155,15 @@ class StemPool:
             except subprocess.TimeoutExpired:
                 stem.kill()
                 stem.wait(_CLOSE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     # --- The stem -------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, (self._folder / "log").open("ab") as log:
+        with theirs, (self.folder / "log").open("ab") as log:
             self._stem = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"{__package__}.stem", str(theirs.fileno())],
+                [*_STEM, str(theirs.fileno()), str(self.folder)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -207,7 +209,7 @@ class StemPool:
     def log_end(self) -> str:
         """Return the end of what the processes have written."""
         try:
-            return (self._folder / "log").read_text(errors="replace")[-_LOG_CHARS:]
+            return (self.folder / "log").read_text(errors="replace")[-_LOG_CHARS:]
         except OSError:
             return "its log is gone"
 

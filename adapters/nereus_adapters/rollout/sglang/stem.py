@@ -1,19 +1,19 @@
 """Stem: a process that has imported sglang and forks engine processes on request.
 
-Run as ``python -m nereus_adapters.rollout.sglang.stem FD``, where FD is one end of a socket pair;
-nobody else can reach it. It says ``ready``; then every message is a lease: JSON with the engine's
-settings and, as file descriptor, the engine's end of its own socket pair. It answers each with the
-process id. It ends, with all engines, when its driver does.
+Run as ``python -m nereus_adapters.rollout.sglang.stem FD FOLDER``, where FD is one end of a socket
+pair; nobody else can reach it. It says ``ready``; then every message is a lease: JSON with the
+engine's settings and, as file descriptor, the engine's end of its own socket pair. It answers each
+with the process id. It ends, with all engines, when its driver does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -22,24 +22,21 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from nereus_adapters.rollout.prctl import adopt_orphans, end_with_parent
 from nereus_adapters.rollout.sglang.leftovers import end_group, members, signalled
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Far above the JSON of any engine's settings; chosen, not measured."""
-_PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal this process gets when its parent dies."""
-_PR_SET_CHILD_SUBREAPER = 36
-"""prctl(2): orphans below this process become its children."""
 
 
-def main(descriptor: int) -> None:
-    """Serve leases until the driver is gone."""
+def main(descriptor: int, folder: Path) -> None:
+    """Serve leases until the driver is gone, then clear away, the pool's folder too."""
     control = socket.socket(fileno=descriptor)
     _import_engine()
     gc.freeze()  # pages of what is imported stay shared: no collection touches them in a child
     # Ranks whose engine process was killed become children of this one, which reaps them: a group
     # is empty as soon as its processes have ended, whatever process 1 does on this machine.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
@@ -72,8 +69,9 @@ def main(descriptor: int) -> None:
     for pid in engines:
         signalled(pid)
     list(_reaped(0))
-    for pid, folder in engines.items():
-        end_group(pid, folder, ranks[pid])
+    for pid, own in engines.items():
+        end_group(pid, own, ranks[pid])
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reaped(options: int) -> Iterator[int]:
@@ -81,11 +79,6 @@ def _reaped(options: int) -> Iterator[int]:
     with contextlib.suppress(ChildProcessError):
         while pid := os.waitpid(-1, options)[0]:
             yield pid
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
 def _import_engine() -> None:
@@ -102,7 +95,7 @@ def _be_engine(descriptor: int, lease: dict[str, object]) -> None:
     code = 1
     try:
         os.setsid()  # its own process group: all of an engine can be ended by one id
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         from nereus_adapters.rollout.sglang.host import serve
 
         serve(Connection(descriptor), lease)
@@ -114,4 +107,4 @@ def _be_engine(descriptor: int, lease: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -47,15 +47,16 @@ class VllmEngine:
         name: str,
         layout: Layout,
         devices: tuple[Device, ...],
+        lead: SeatProcess,
         seats: tuple[SeatProcess, ...],
         settings: VllmSettings,
         on_closed: Callable[[VllmEngine, bool], None],
     ) -> None:
         self.name, self.layout, self.devices = name, layout, devices
         self._settings, self._on_closed = settings, on_closed
-        self.seats = seats
-        """Its processes, by local rank; one alone where vLLM starts its own workers."""
-        self._lead = seats[0]
+        self._lead = lead
+        self.processes = tuple(dict.fromkeys((lead, *seats)))
+        """The one that leads, and seats with ranks: those of vLLM's own workers are not listed."""
         self._lock = threading.RLock()
         self._in_flight: dict[str, _InFlight] = {}
         self._count = 0
@@ -63,13 +64,13 @@ class VllmEngine:
         self._lost: str | None = None
         self._closed = False
         self._lead.on_drawn = self._drawn
-        for seat in seats:
+        for seat in self.processes:
             seat.on_broken = self.broken
 
     @property
     def alive(self) -> bool:
         """Whether all its seats are there and no step has failed."""
-        return self._lost is None and not self._closed and all(s.alive for s in self.seats)
+        return self._lost is None and not self._closed and all(p.alive for p in self.processes)
 
     @property
     def version(self) -> int | None:
@@ -163,10 +164,10 @@ class VllmEngine:
             self._lost = self._lost or why
             self._version = None
             keys = list(self._in_flight)
-        if any(not seat.alive for seat in self.seats):
+        if any(not process.alive for process in self.processes):
             # The others may wait for it in a collective that never ends: so may whoever asks them.
-            for seat in self.seats:
-                seat.process.kill()
+            for process in self.processes:
+                process.process.kill()
         self._end(keys)
 
     # --- Weights ----------------------------------------------------------------------------------

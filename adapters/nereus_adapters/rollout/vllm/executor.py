@@ -1,8 +1,9 @@
 """LeasedExecutor: a vLLM executor whose ranks are seats that outlive the engine.
 
 vLLM makes one when an engine starts, in the process that leads it (`additional_config` names the
-seats that follow). One scheduler drives the ranks, so nothing depends on their being deterministic.
-With pipeline stages, rank 0 has begun the next batch while the others are still at the last one.
+seats that follow): a seat, with rank 0, or the core of a `front`, without a rank. One scheduler
+drives the ranks, so nothing depends on their being deterministic. With pipeline stages, rank 0 has
+begun the next batch while the others are still at the last one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Later(Future[Any]):
 
 
 class LeasedExecutor(Executor):
-    """Rank 0 here, the others on the seats that follow."""
+    """The seats that follow hold the last ranks; rank 0 is here where they are one too few."""
 
     supports_pp = True
 
@@ -45,7 +46,9 @@ class LeasedExecutor(Executor):
         followers: list[tuple[str, str]] = told["followers"]
         self._timeout_s: float = told["timeout_s"]
         size = parallel.world_size
-        assert len(followers) == size - 1, (followers, size)
+        self._first = size - len(followers)
+        """Rank of the first seat that follows."""
+        assert self._first in (0, 1), (followers, size)
         meeting = f"tcp://{told['host']}:{told['port']}"
         kwargs = [
             {
@@ -64,9 +67,10 @@ class LeasedExecutor(Executor):
             self._peers.append(Peer(name, connection))
         env: dict[str, str | None] = told["env"]
         tickets = [
-            peer.call("init", (rank, kwargs, env)) for rank, peer in enumerate(self._peers, 1)
+            peer.call("init", (rank, kwargs, env))
+            for rank, peer in enumerate(self._peers, self._first)
         ]
-        self._rank: Rank | None = Rank(0, kwargs, env)
+        self._rank: Rank | None = Rank(0, kwargs, env) if self._first else None
         for ticket in tickets:
             ticket.result(self._timeout_s)
         self.collective_rpc("init_device")
@@ -84,12 +88,11 @@ class LeasedExecutor(Executor):
         non_block: bool = False,
     ) -> Any:
         """Run a method on all ranks; results by rank."""
-        assert self._rank is not None
         call = (method, tuple(args), kwargs or {})
         tickets = [peer.call("run", call) for peer in self._peers]
-        mine = self._rank.run(*call)
+        mine = [] if self._rank is None else [self._rank.run(*call)]
         timeout_s = self._timeout_s if timeout is None else timeout
-        found = [mine, *(ticket.result(timeout_s) for ticket in tickets)]
+        found = [*mine, *(ticket.result(timeout_s) for ticket in tickets)]
         return _done(found) if non_block else found
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
@@ -102,19 +105,18 @@ class LeasedExecutor(Executor):
 
     def _one(self, method: str, argument: object, non_block: bool) -> Any:
         """Run a method on all ranks and return what the last stage says."""
-        assert self._rank is not None
         call: tuple[str, tuple[object], dict[str, object]] = (method, (argument,), {})
         tickets = [
             peer.call("run", call, wanted=rank == self._last)
-            for rank, peer in enumerate(self._peers, 1)
+            for rank, peer in enumerate(self._peers, self._first)
         ]
-        mine = self._rank.run(*call)
-        if self._last == 0:
+        mine = None if self._rank is None else self._rank.run(*call)
+        if self._last < self._first:
             # Errors of others would be seen here too: their part of this batch is due.
             for ticket in tickets:
                 ticket.result(self._timeout_s)
             return _done(mine) if non_block else mine
-        later = _Later(tickets[self._last - 1], self._timeout_s)
+        later = _Later(tickets[self._last - self._first], self._timeout_s)
         return later if non_block else later.result()
 
     def check_health(self) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nereus_adapters.rollout.ports import EngineError
-from nereus_adapters.rollout.segment import FOLDER, remove
 from nereus_adapters.rollout.vllm.engine import VllmEngine
-from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool
+from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
 from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, CPU_ENV, SEAT_ENV, VllmSettings
+from nereus_adapters.rollout.vllm.shared import SHARED_MEMORY
 from nereus_core.cluster import Device
-from nereus_core.errors import SeatDead, WaitTimeout
+from nereus_core.errors import ConfigError, SeatDead, WaitTimeout
 from nereus_core.layout import Layout, layer_ranges
 from nereus_core.model import ModelSpec
 
@@ -30,6 +30,9 @@ class VllmFactory:
         accelerator: what devices are.
         recycle_bytes: a seat that has grown by more is replaced between two engines; None: never.
         pool: seats of somebody else, who closes them.
+
+    Raises:
+        ConfigError: the settings do not go together.
     """
 
     def __init__(
@@ -42,13 +45,15 @@ class VllmFactory:
         recycle_bytes: int | None = None,
         pool: SeatPool | None = None,
     ) -> None:
+        if settings.front == "async" and settings.executor != "seats":
+            what = f"is for seats; vLLM's own {settings.executor!r} executor is stepped by its seat"
+            raise ConfigError("backend.vllm.front", f"'async' {what}")
         self._settings, self._model, self._devices = settings, model, devices
         self._recycle_bytes = recycle_bytes
         env = {**SEAT_ENV, **(CPU_ENV if accelerator == "cpu" else {})}
         self._owns_pool = pool is None
         self.pool = pool or SeatPool(accelerator, env)
         self._ports: dict[str, int] = {}
-        self._shared: dict[str, set[str]] = {}
         self._base_bytes: dict[Device, int] = {}
         self.recycled = 0
         """Seats that were replaced because they had grown."""
@@ -58,10 +63,16 @@ class VllmFactory:
         """Devices whose seats answer, or that have not needed one yet."""
         return frozenset(self._devices)
 
+    @property
+    def beside(self) -> bool:
+        """Whether an engine may be put on a device where another still is: a seat has one rank."""
+        return False
+
     def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> VllmEngine:
         """Start an engine: its first device leads, the others follow."""
         settings = self._settings
         leased = settings.executor == "seats"
+        fronted = settings.front == "async"
         mine = devices if leased else devices[:1]
         if not leased and devices[0] in self.pool.alive:
             self.pool.renew(devices[0])  # a stock engine starts in a process of its own
@@ -75,16 +86,17 @@ class VllmFactory:
             runs = layer_ranges(self._model.num_layers, layout.pp)
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(run)) for run in runs)
         args = self._arguments(layout, devices, port, env)
-        engine = VllmEngine(name, layout, devices, seats, settings, self._closed)
+        lead = self.pool.front(devices[0]) if fronted else seats[0]
+        engine = VllmEngine(name, layout, devices, lead, seats, settings, self._closed)
         self._ports[name] = port
         try:
-            seats[0].call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
+            lead.call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
         except (SeatDead, SeatError, WaitTimeout) as error:
             engine.broken(str(error))
             engine.close()
             raise EngineError(name, "start", str(error)) from error
-        if leased and layout.num_devices > 1:
-            self._shared[name] = {n for names in engine.rpc("nereus_shared") for n in names}
+        if layout.num_devices > 1:
+            engine.rpc("nereus_unlink_shared")
         return engine
 
     def _arguments(
@@ -113,9 +125,10 @@ class VllmFactory:
             "seed": 0,
         }
         if settings.executor == "seats":
+            followers = devices if settings.front == "async" else devices[1:]
             args["additional_config"] = {
                 "nereus": {
-                    "followers": [(f"seat {d}", self.pool.address(d)) for d in devices[1:]],
+                    "followers": [(f"seat {d}", self.pool.address(d)) for d in followers],
                     "local_ranks": [d.index for d in devices],
                     "host": "127.0.0.1",
                     "port": port,
@@ -129,21 +142,33 @@ class VllmFactory:
 
     def _closed(self, engine: VllmEngine, clean: bool) -> None:
         """Take an engine's seats back: those that may be stuck are replaced."""
-        if not clean:
-            for seat in engine.seats:
-                if seat.alive:
-                    seat.kill()
+        fronted = self._settings.front == "async"
+        for process in engine.processes:
+            if process.alive and not (clean and self._released(process, fronted)):
+                process.kill()
         _sweep(self._ports.pop(engine.name, None))
-        remove(self._shared.pop(engine.name, ()))
         if clean and self._settings.executor == "seats":
             self._recycle(engine.devices)
+
+    def _released(self, process: SeatProcess, fronted: bool) -> bool:
+        """Wait until a seat has freed its rank; the leading seat had when it answered."""
+        if not fronted or process not in self.pool:
+            return not fronted  # a front ends with its engine
+        try:
+            process.call("released", self._settings.call_s)
+        except (SeatDead, SeatError, WaitTimeout):
+            return False
+        return True
 
     def _recycle(self, devices: tuple[Device, ...]) -> None:
         """Replace seats that have grown by more than `recycle_bytes` since their first engine."""
         if self._recycle_bytes is None:
             return
         for device in devices:
-            resident, _ = self.pool.seat(device).call("memory", self._settings.call_s)
+            try:
+                resident, _ = self.pool.seat(device).call("memory", self._settings.call_s)
+            except (SeatDead, SeatError, WaitTimeout):
+                continue  # the next engine there is given another seat
             base = self._base_bytes.setdefault(device, resident)
             if resident - base > self._recycle_bytes:
                 del self._base_bytes[device]
@@ -167,9 +192,9 @@ def free_port() -> int:
 
 
 def _sweep(port: int | None) -> None:
-    """Remove shared memory that vLLM's CPU groups of one engine left: they carry its port."""
+    """Remove shared memory of CPU groups of an engine that failed early: they carry its port."""
     if port is None:
         return
-    for path in FOLDER.iterdir():
+    for path in SHARED_MEMORY.iterdir():
         if path.name.startswith(f"{port}-") and "cpushm" in path.name:
             path.unlink(missing_ok=True)

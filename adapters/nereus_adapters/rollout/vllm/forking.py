@@ -78,6 +78,8 @@ class Stem:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 env=env,
+                # What ends the driver's process group leaves seats to clear away and to end.
+                start_new_session=True,
             )
         assert stem.stdin is not None
         stem.stdin.write(pickle.dumps(self._boot))

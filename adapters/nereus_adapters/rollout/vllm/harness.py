@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from nereus_adapters.rollout.assembling import Part
 from nereus_adapters.rollout.harness import RolloutHarness
 from nereus_adapters.rollout.ports import Engine
-from nereus_adapters.rollout.trainer import Part
-from nereus_adapters.rollout.vllm import CAPABILITIES, NAME
+from nereus_adapters.rollout.vllm import HOOKS
 from nereus_adapters.rollout.vllm.engine import VllmEngine
 from nereus_adapters.rollout.vllm.factory import VllmFactory
 from nereus_adapters.rollout.vllm.seats import SeatPool
@@ -99,20 +99,23 @@ class Behind:
         os.kill(self.factory.pool.seat(device).pid, signal.SIGSTOP)
 
 
-def new_harness(pool: SeatPool | None = None) -> RolloutHarness:
+def new_harness(
+    pool: SeatPool | None = None, front: Literal["step", "async"] = "step"
+) -> RolloutHarness:
     """Return a harness.
 
     Args:
         pool: seats of somebody else, who closes them.
+        front: who steps the schedulers.
     """
     folder = tempfile.TemporaryDirectory(prefix="nereus-vllm-harness-")
     model = write_model(Path(folder.name))
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
     spec = ModelSpec.from_hf_config(model, name="actor")
-    factory = CpuFactory(settings(model), spec, cluster.devices, pool=pool)
+    factory = CpuFactory(settings(model, front=front), spec, cluster.devices, pool=pool)
     factory.pool.start(cluster.devices)
     behind = Behind(factory)
-    return RolloutHarness(NAME, CAPABILITIES, folder, cluster, behind, wait_s=_WAIT_S)
+    return RolloutHarness(HOOKS.name, HOOKS.capabilities, folder, cluster, behind, wait_s=_WAIT_S)
 
 
 def write_model(folder: Path, config: Mapping[str, object] = TINY) -> Path:

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from nereus_adapters.rollout.vllm.hosting import Extension
-
-Part = tuple[tuple[int, ...], NDArray[np.float32]]
+from nereus_adapters.rollout.assembling import Part
+from nereus_adapters.rollout.vllm.extension import Extension
 
 
 class CpuExtension(Extension):

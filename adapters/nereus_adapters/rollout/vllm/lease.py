@@ -33,6 +33,9 @@ gc.freeze = gc.unfreeze = lambda: None
 # CPUWorker.init_device puts a function that refuses in its place, for a process that ends with it.
 _set_num_threads = torch.set_num_threads
 
+base_bytes = 0
+"""Resident bytes of this process before its first engine; set by the seat."""
+
 
 class Rank:
     """One rank of an engine in this process."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from nereus_adapters.rollout.vllm.forking import END_S, Forked, Stem
-from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Drawn, Fork, Reply
+from nereus_adapters.rollout.vllm.values import BROKEN, DRIVER, Boot, Call, Drawn, Fork, Reply
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
 
-_BROKEN = -2
-"""Id of the reply with which a seat says that a step of its engine failed."""
+_FOLDER_CHARS = 107 - 37
+"""Longest folder in which vLLM's sockets fit: unix(7) allows 107, vLLM names them by 36."""
 
 
 class SeatError(NereusError):
@@ -116,7 +116,7 @@ class SeatProcess:
                 break
             if isinstance(message, list):
                 self.on_drawn(message)
-            elif message.id == _BROKEN:
+            elif message.id == BROKEN:
                 self.on_broken(message.error)
             else:
                 with self._lock:
@@ -151,7 +151,9 @@ class SeatPool:
         self._start_s = start_s
         self.secret = secrets.token_bytes(32)
         self.folder = Path(tempfile.mkdtemp(prefix="nereus-seats-"))
-        boot = Boot(self.secret.hex(), os.getpid(), accelerator)
+        boot = Boot(self.secret.hex(), os.getpid(), accelerator, str(self.folder))
+        if len(str(self.folder)) <= _FOLDER_CHARS:
+            env = {**env, "VLLM_RPC_BASE_PATH": str(self.folder)}
         self._stem = Stem(boot, env, self.folder / "stem.log", start_s)
         self._lock = threading.Lock()
         self._seats: dict[Device, SeatProcess] = {}
@@ -179,6 +181,11 @@ class SeatPool:
             raise SeatDead(device, None, "what it was to do")
         return seat
 
+    def __contains__(self, process: SeatProcess) -> bool:
+        """Whether a process is one of the seats."""
+        with self._lock:
+            return process in self._seats.values()
+
     def address(self, device: Device) -> str:
         """Return where a seat's leader connects."""
         return self._addresses[device]
@@ -196,6 +203,10 @@ class SeatPool:
         if seat is not None and seat.alive:
             seat.close()
         self.start([device])
+
+    def front(self, device: Device) -> SeatProcess:
+        """Start the front of an engine, named after its first device; whoever asks ends it."""
+        return self._started(device, front=True)
 
     def kill(self, device: Device) -> None:
         """End a seat's process at once."""
@@ -216,11 +227,11 @@ class SeatPool:
         self._stem.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _started(self, device: Device) -> SeatProcess:
+    def _started(self, device: Device, *, front: bool = False) -> SeatProcess:
         name = str(next(self._count))
         address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
         deadline = time.monotonic() + self._start_s
-        process = self._stem.fork(Fork(str(address), str(log)))
+        process = self._stem.fork(Fork(str(address), str(log), front))
         while (connection := self._connected(address)) is None:
             if process.ended(0.005):
                 error = SeatDead(device, None, "its start")
@@ -234,7 +245,8 @@ class SeatPool:
             process.kill()
             raise WaitTimeout(f"seat {device} to greet its driver", self._start_s)
         connection.recv()
-        self._addresses[device] = str(address)
+        if not front:
+            self._addresses[device] = str(address)
         return SeatProcess(device, process, connection)
 
     def _connected(self, address: Path) -> Connection | None:

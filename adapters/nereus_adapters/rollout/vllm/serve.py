@@ -23,9 +23,10 @@ from typing import Any
 
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from nereus_adapters.rollout.segment import sweep
+from nereus_adapters.rollout.resident import resident_bytes
 from nereus_adapters.rollout.vllm import executor, hosting, lease
-from nereus_adapters.rollout.vllm.values import DRIVER, Boot, Call, Fork, Reply
+from nereus_adapters.rollout.vllm.shared import allow_unlinked, unlink_mapped
+from nereus_adapters.rollout.vllm.values import BROKEN, DRIVER, Boot, Call, Fork, Reply
 
 _HELLO_S = 10.0
 """Longest that a peer takes to say who it is. Chosen, not measured."""
@@ -124,7 +125,7 @@ class Seat:
         try:
             drawn = self._engine.step()
         except BaseException as error:
-            self._driver.send(Reply(-2, None, _last_line(error), traceback.format_exc()))
+            self._driver.send(Reply(BROKEN, None, _last_line(error), traceback.format_exc()))
             self._stop()
             return
         if drawn:
@@ -161,6 +162,11 @@ class Seat:
         if hosted is not None:
             hosted.close()
 
+    def do_released(self) -> None:
+        """Return once this seat follows nobody: its leader has ended."""
+        while self._follower is not None:
+            self._follow(self._follower)
+
     def do_submit(self, requests: list[dict[str, Any]]) -> dict[str, str]:
         """Begin responses; returns those refused, with the reason."""
         refused = {}
@@ -194,8 +200,7 @@ class Seat:
 
     def do_memory(self) -> tuple[int, int]:
         """Return resident bytes of this process, and those of model parameters in it."""
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE"), lease.measured_bytes()
+        return resident_bytes(), lease.measured_bytes()
 
 
 def _last_line(error: BaseException) -> str:
@@ -220,8 +225,10 @@ def serve(boot: Boot, fork: Fork) -> None:
 
     def cleanup() -> None:
         address.unlink(missing_ok=True)
-        sweep(boot.driver)
+        unlink_mapped()  # of an engine that was about to start
 
+    allow_unlinked()
+    lease.base_bytes = resident_bytes()
     _end_with(boot.driver, cleanup)
     Seat(Door(fork.address, bytes.fromhex(boot.secret))).run()
     address.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-EXTENSION = "nereus_adapters.rollout.vllm.hosting.Extension"
+EXTENSION = "nereus_adapters.rollout.vllm.extension.Extension"
 CPU_ENV = {
     # Threads are the operating system's business where several seats share a machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -48,6 +48,9 @@ class VllmSettings:
     executor: Literal["seats", "uni", "mp", "ray"] = "seats"
     """Who runs the ranks: seats that stay, or vLLM's own workers, started with each engine (``uni``
     is one rank in the process of the engine, ``mp`` processes of this host, ``ray`` actors)."""
+    front: Literal["step", "async"] = "step"
+    """Who steps the scheduler: the seat that leads, between the driver's calls; or vLLM's
+    ``AsyncLLM``, in two processes beside the seats that are forked with each engine."""
     extension: str = EXTENSION
     """Worker extension class: this one or a subclass."""
     start_s: float = 180.0

@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import sys
 from typing import BinaryIO
@@ -23,6 +24,9 @@ _IMPORTS = (
     "torch",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.gpu_worker",
+    "vllm.v1.engine.async_llm",
+    "nereus_adapters.rollout.vllm.extension",
+    "nereus_adapters.rollout.vllm.front",
     "nereus_adapters.rollout.vllm.hosting",
 )
 _CPU_IMPORTS = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
@@ -44,6 +48,7 @@ def main() -> None:
         try:
             fork: Fork = pickle.load(calls)
         except EOFError:
+            shutil.rmtree(boot.folder, ignore_errors=True)
             return
         child = os.fork()
         if child == 0:
@@ -59,7 +64,7 @@ def _answers() -> BinaryIO:
 
 
 def _be_a_seat(boot: Boot, fork: Fork, answers: BinaryIO) -> None:
-    from nereus_adapters.rollout.vllm.serve import serve
+    from nereus_adapters.rollout.vllm import front, serve
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     answers.close()
@@ -70,7 +75,7 @@ def _be_a_seat(boot: Boot, fork: Fork, answers: BinaryIO) -> None:
     os.dup2(log, 2)
     code = 1
     try:
-        serve(boot, fork)
+        (front.serve if fork.front else serve.serve)(boot, fork)
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -106,7 +106,7 @@ class _Opened:
 
     def view(self, piece: Piece) -> memoryview:
         if piece.segment not in self._segments:
-            self._segments[piece.segment] = Segment.open(piece.segment)
+            self._segments[piece.segment] = Segment(piece.segment)
         return self._segments[piece.segment].view(piece.offset, piece.num_bytes)
 
     def __enter__(self) -> _Opened:

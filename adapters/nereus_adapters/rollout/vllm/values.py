@@ -8,6 +8,8 @@ from typing import Any
 
 from nereus_adapters.rollout.ports import Finish
 
+BROKEN = -2
+"""Id of the reply that says that an engine cannot go on."""
 DRIVER, LEADER = "driver", "leader"
 """What whoever connects to a seat says first: whose calls are to follow."""
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.INTERRUPTED}
@@ -24,6 +26,8 @@ class Boot:
     """Process id; seats end when it has."""
     accelerator: str
     """``cpu`` or ``cuda``."""
+    folder: str
+    """Of the pool: sockets and logs; the stem removes it should the driver not have done it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Fork:
     """Of its socket."""
     log: str
     """File that its output goes to."""
+    front: bool = False
+    """Whether it is to be the front of one engine instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,101 @@
+"""A job whose generate stage changes: the tokens are Hugging Face's after every primitive."""
+
+import pytest
+from rollout_job import ONE, PP2, TP2, Running
+
+from nereus_adapters.rollout.ports import EngineError
+from nereus_adapters.rollout.sglang.harness import new_harness
+from nereus_core.primitives import Destroy, Extend, Merge, Split
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def _launcher(engines):
+    """Launches jobs with a trainer on engines of the session's stem."""
+    made = new_harness(engines.pool)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def harness(_launcher):
+    """The launcher; its engines end with the test."""
+    yield _launcher
+    for engine in _launcher.running_job.release():
+        engine.close()
+
+
+def alive(running):
+    """Return the engines alive on the job's first two devices, by the processes of their ranks."""
+    factory = running.harness.behind.factory
+    return {engine.pids for device in running.devices[:2] for engine in factory.on(device)}
+
+
+def test_greedy_tokens_equal_hugging_face_after_every_primitive(harness):
+    running = Running(harness)
+    a, b = running.devices[:2]
+    running.harness.step()
+    running.require_right_tokens()
+    running.perform(Merge, tuple(u.id for u in running.own), running.unit(TP2, a, b))
+    running.require_right_tokens()
+    running.perform(Split, running.own[0].id, (running.unit(PP2, a, b),))
+    running.require_right_tokens()
+    running.perform(Split, running.own[0].id, (running.unit(ONE, a), running.unit(ONE, b)))
+    running.harness.step()
+    running.require_right_tokens()
+    running.perform(Destroy, running.own[0].id)
+    running.require_right_tokens()
+    running.perform(Extend, (running.own[0].id,), running.unit(ONE, a))
+    running.require_right_tokens()
+    assert len(alive(running)) == 2
+
+
+def test_signals_of_each_replica_are_observed(harness):
+    running = Running(harness)
+    running.require_signals()
+
+
+def test_old_engines_end_once_new_ones_serve(harness):
+    running = Running(harness)
+    a, b = running.devices[:2]
+    old, factory, seen = alive(running), harness.behind.factory, []
+    create = factory.create
+
+    def watched(name, layout, devices):
+        seen.append(alive(running))
+        return create(name, layout, devices)
+
+    factory.create = watched
+    try:
+        running.perform(Merge, tuple(u.id for u in running.own), running.unit(TP2, a, b))
+    finally:
+        factory.create = create
+    assert seen == [old]
+    assert len(alive(running)) == 1
+    assert not alive(running) & old
+    running.require_right_tokens()
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "in their place"])
+def test_engines_that_do_not_come_up_leave_the_old_ones(harness, beside):
+    running = Running(harness, TP2)
+    a, b = running.devices[:2]
+    old, units, factory = alive(running), running.own, harness.behind.factory
+    create = factory.create
+
+    def refuse(name, layout, devices):
+        if devices == (b,):
+            raise EngineError(name, "come up", "told to")
+        return create(name, layout, devices)
+
+    factory.create, factory._beside = refuse, beside
+    try:
+        with pytest.raises(EngineError, match="told to"):
+            running.perform(Split, units[0].id, (running.unit(ONE, a), running.unit(ONE, b)))
+    finally:
+        factory.create, factory._beside = create, True
+    assert running.own == units
+    assert (alive(running) == old) == beside  # the same engine, or another like it
+    assert len(alive(running)) == 1
+    running.require_right_tokens()

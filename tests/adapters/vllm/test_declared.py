@@ -1,0 +1,11 @@
+import pytest
+
+from nereus_adapters.rollout.vllm.seams import SEAMS
+from nereus_core.seams import check_seam
+
+pytestmark = pytest.mark.real
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=str)
+def test_the_installed_vllm_has_what_the_adapter_stands_on(seam):
+    check_seam(seam)

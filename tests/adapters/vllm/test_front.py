@@ -1,0 +1,98 @@
+"""Engines behind vLLM's AsyncLLM: the same tokens on the same seats, whatever is killed."""
+
+import os
+import signal
+
+import psutil
+import pytest
+from vllm_cases import DEVICES, ONE, PP2, TP2, prompts, respond
+
+from nereus_adapters.rollout.ports import EngineError, Finish, Prompt, Sampling
+from nereus_adapters.rollout.vllm.harness import CpuFactory, settings
+from nereus_core.errors import ConfigError
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def begin(start, fronts):
+    """Start engines with a front."""
+    return lambda layout, published: start(layout, published=published, using=fronts["async"])
+
+
+def core(engine):
+    """Return the process of an engine's scheduler: the front's only child that leads no other."""
+    return psutil.Process(engine.processes[0].pid).children()[0]
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_greedy_tokens_equal_hugging_face_on_seats_that_stay(factory, begin, weights, layout):
+    seats = {d: factory.pool.seat(d).pid for d in DEVICES}
+    engine = begin(layout, weights.publish(1))
+    front = psutil.Process(engine.processes[0].pid)
+    for version in (1, 2):
+        if version == 2:
+            weights.change(seed=5)
+            engine.update_weights(2, weights.publish(2).manifest(layout))
+        for prompt, found in zip(prompts(4), respond(engine, prompts(4)), strict=True):
+            assert found.tokens == weights.greedy(prompt.tokens, 24)[0]
+            assert len(found.logprobs) == 24
+            assert [(s.version, s.num_tokens) for s in found.spans] == [(version, 24)]
+    seen = engine.signals()
+    assert seen.generated_tokens == 2 * 4 * 24
+    assert seen.running > 1
+    assert 0 < seen.first_token_s < seen.busy_s
+    assert seen.tokens_per_s > 0
+    assert 0 < seen.kv_cache_use <= 1
+    assert len(seen.peak_bytes) == layout.num_devices
+    below = [front, *front.children(recursive=True)]
+    engine.close()
+    assert not psutil.wait_procs(below, 10)[1]
+    assert {d: factory.pool.seat(d).pid for d in DEVICES} == seats
+    assert [factory.pool.seat(d).call("memory", 60)[1] for d in DEVICES] == [0, 0]
+
+
+def test_an_interrupted_response_goes_on_without_a_token_lost_or_repeated(begin, weights):
+    engine = begin(ONE, weights.publish(1))
+    asked = prompts(6, max_tokens=48)
+    wanted = [weights.greedy(p.tokens, 48)[0] for p in asked]
+    futures = [engine.submit(p) for p in asked]
+    engine.submit(Prompt("soon done", (1, 5, 9), Sampling(4, temperature=0.0))).result(60)
+    engine.interrupt()
+    parts = [f.result(10) for f in futures]
+    assert {p.finish for p in parts} == {Finish.INTERRUPTED}
+    assert all(0 < len(p.tokens) < 48 for p in parts)
+    rest = respond(engine, [p.after(part.tokens) for p, part in zip(asked, parts, strict=True)])
+    whole = [part.then(r) for part, r in zip(parts, rest, strict=True)]
+    assert [w.tokens for w in whole] == wanted
+    assert [len(w.logprobs) for w in whole] == [48] * 6
+
+
+def test_a_prompt_too_long_is_refused_and_the_others_go_on(begin, weights):
+    engine = begin(ONE, weights.publish(1))
+    good = engine.submit(prompts(1)[0])
+    with pytest.raises(EngineError, match="respond to long"):
+        engine.submit(Prompt("long", tuple([5] * 100), Sampling(8))).result(60)
+    assert len(good.result(60).tokens) == 24
+
+
+@pytest.mark.parametrize("who", ["front", "core"])
+def test_whatever_is_killed_loses_the_engine_and_no_token(begin, weights, who):
+    published = weights.publish(1)
+    engine = begin(TP2, published)
+    asked = prompts(6, max_tokens=48)
+    wanted = [weights.greedy(p.tokens, 48)[0] for p in asked]
+    futures = [engine.submit(p) for p in asked]
+    engine.submit(Prompt("soon done", (1, 5, 9), Sampling(2, temperature=0.0))).result(60)
+    os.kill(engine.processes[0].pid if who == "front" else core(engine).pid, signal.SIGKILL)
+    parts = [f.result(60) for f in futures]
+    assert not engine.alive
+    engine.close()
+    again = begin(TP2, published)
+    rest = respond(again, [p.after(part.tokens) for p, part in zip(asked, parts, strict=True)])
+    assert [a.then(b).tokens for a, b in zip(parts, rest, strict=True)] == wanted
+
+
+def test_a_front_is_for_seats(folder, spec, factory):
+    with pytest.raises(ConfigError, match="'async' is for seats"):
+        CpuFactory(settings(folder, front="async", executor="mp"), spec, DEVICES, pool=factory.pool)
