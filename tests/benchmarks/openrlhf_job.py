@@ -62,14 +62,14 @@ MEMORY = {
     "algo__advantage__estimator": "reinforce",
     "algo__kl__init_coef": 0,
     "algo__kl__use_loss": False,
-    "rollout__max_new_tokens": 192,
-    "data__max_len": 224,
+    "rollout__max_new_tokens": 304,
+    "data__max_len": 336,
     "train__micro_batch_size": 8,
     "ds__attn_implementation": "sdpa",
 }
 MEMORY_MODEL = {"hidden": 64, "intermediate": 256, "layers": 24}
-MEMORY_LENGTHS = (32, 32, 64, 96, 128, 160, 192, 192)
-MEMORY_BYTES = 600 * 2**20
+MEMORY_LENGTHS = (32, 64, 96, 128, 160, 190, 300, 300)
+MEMORY_BYTES = 150 * 2**20
 
 
 def main() -> None:
