@@ -185,9 +185,9 @@ def _transition(event: dict[str, Any], folder: Path) -> dict[str, Any]:
 def memory(folder: Path) -> dict[str, Any]:
     """Run a job under a limit of memory twice: by OpenRLHF alone, and with Nereus.
 
-    The kernel counts allocators and buffers too, so that its limit is measured first: it lies in the
-    middle between what a rank of [2, tp1] takes for the longest responses that shall fit, and for
-    those that shall not.
+    The kernel counts allocators and buffers too, so that its limit is measured first: it lies in
+    the middle between what a rank of [2, tp1] takes for the longest responses that shall fit, and
+    for those that shall not.
     """
     from openrlhf_job import make_assets
 
@@ -267,7 +267,7 @@ def _run(
     more: dict[str, str] | None = None,
     flags: Sequence[str] = (),
 ) -> Any:
-    """Run a job by OpenRLHF alone or in a mode of Nereus; ``force`` is for openrlhf_cpu/forced.py."""
+    """Run a job by OpenRLHF alone, or in a mode of Nereus; ``force`` is for `forced.py`."""
     import openrlhf_job
 
     line = openrlhf_job.flags(assets, folder, **words)
