@@ -4,16 +4,19 @@ The boundary is the entry of ``on_step_end``: training of the step is done and t
 yet gone to the rollout, so that units made there are served new weights by verl's own next
 synchronization. A second one is ``_balance_batch``: the batch has been sampled and its lengths are
 known, nothing of it has been trained on; a plan that would not hold it is changed there and then.
-``nereus/*`` figures join the step's metrics and reach whatever loggers the job
-has.
+``nereus/*`` figures join the step's metrics and reach whatever loggers the job has. A checkpoint of
+another number of ranks, which verl cannot load, is read by the adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+from nereus_core.registry import Registry
+from nereus_plugins import hookspecs
 from nereus_plugins.banner import refusal, say
 from nereus_plugins.deadline import deadline
 from nereus_plugins.ray_waits import ray_waits
@@ -64,6 +67,13 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
             self._nereus.close()
             return result
 
+        def _load_checkpoint(self) -> Any:
+            with ExitStack() as wrapped:
+                wrapped.enter_context(_any_world(self, "actor", self.actor_rollout_wg))
+                if self.use_critic:
+                    wrapped.enter_context(_any_world(self, "critic", self.critic_wg))
+                return super()._load_checkpoint()
+
         def step(self, *args: Any, **kwargs: Any) -> Any:
             with self._limited("verl's step", settings.timeouts.step_s):
                 return super().step(*args, **kwargs)
@@ -102,3 +112,25 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
 
     Adapted.__name__ = Adapted.__qualname__ = trainer.__name__
     return Adapted(config, *args, **kwargs)
+
+
+@contextmanager
+def _any_world(trainer: Any, part: str, group: Any) -> Iterator[None]:
+    """Let a worker group load what another number of ranks saved, where verl's own way cannot."""
+    once = group.load_checkpoint
+
+    def load(local_path: str, **kwargs: Any) -> Any:
+        registry = Registry.load()
+        registry.add_hookspecs(hookspecs)
+        asked = {"handle": trainer, "part": part, "folder": Path(local_path)}
+        ranks = registry.ask(FRAMEWORK, "nereus_resume", **asked)
+        if ranks is None:
+            return once(local_path=local_path, **kwargs)
+        say(f"[nereus] {part}: the checkpoint of {ranks} ranks was read by {group.world_size}")
+        return None
+
+    group.load_checkpoint = load
+    try:
+        yield
+    finally:
+        group.load_checkpoint = once

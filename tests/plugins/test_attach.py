@@ -1,39 +1,18 @@
-from importlib.metadata import entry_points
-
 import pytest
 
-from nereus_core.config import NereusConfig
 from nereus_core.errors import NoSuchAdapter, WrongHandle
 from nereus_core.events import RunFinished, RunStarted, StepObserved, read_events
-from nereus_core.registry import Registry
 from nereus_plugins.attach import attach
 
-pytestmark = pytest.mark.skipif(
-    not [p for p in entry_points(group="nereus") if p.name == "sim"],
-    reason="adapters are found by their entry points: install the project",
-)
 
-
-def settings(folder, **changes):
-    job = {"steps": 3, "plan": {"actor/train": "tp1pp1dp2"}}
-    return NereusConfig.of({"adapter": "sim", "run_dir": folder, "job": job} | changes)
-
-
-@pytest.fixture
-def launched(tmp_path):
-    running = Registry.load().launch("sim", settings(tmp_path))
-    yield running
-    running.close()
-
-
-def test_a_loop_of_ones_own_attaches_and_leaves_its_events(launched, tmp_path):
-    with attach(launched.handle, settings(tmp_path)) as nereus:
+def test_a_loop_of_ones_own_attaches_and_leaves_its_events(launched, tmp_path, settings):
+    with attach(launched.handle, settings()) as nereus:
         while not launched.finished:
             launched.step()
             nereus.at_boundary()
     kinds = [type(event) for event, _ in read_events(tmp_path / "events.jsonl")]
     assert kinds[0] is RunStarted
-    assert kinds.count(StepObserved) == 3
+    assert kinds.count(StepObserved) == 4
     assert kinds[-1] is RunFinished
 
 
@@ -47,18 +26,18 @@ def test_a_configuration_is_read_from_its_path(launched, tmp_path):
     assert started.mode == "observe"
 
 
-def test_a_loop_that_fails_is_recorded_and_its_error_goes_on(launched, tmp_path):
-    with pytest.raises(ZeroDivisionError), attach(launched.handle, settings(tmp_path)):
+def test_a_loop_that_fails_is_recorded_and_its_error_goes_on(launched, tmp_path, settings):
+    with pytest.raises(ZeroDivisionError), attach(launched.handle, settings()):
         _ = 1 / 0
     *_, (last, _) = read_events(tmp_path / "events.jsonl")
     assert last.outcome == "failed: ZeroDivisionError: division by zero"
 
 
-def test_a_foreign_handle_and_an_absent_adapter_are_named(tmp_path):
-    with pytest.raises(WrongHandle, match="sim"), attach(object(), settings(tmp_path)):
+def test_a_foreign_handle_and_an_absent_adapter_are_named(tmp_path, settings):
+    with pytest.raises(WrongHandle, match="sim"), attach(object(), settings()):
         pass
     with (
         pytest.raises(NoSuchAdapter, match="sym"),
-        attach(object(), settings(tmp_path, adapter="sym")),
+        attach(object(), settings(adapter="sym")),
     ):
         pass

@@ -1,35 +1,14 @@
-from importlib.metadata import entry_points
-
 import pytest
 
-from nereus_core.config import NereusConfig
 from nereus_core.errors import WrongHandle
 from nereus_core.events import RunFinished, StepObserved, read_events
-from nereus_core.registry import Registry
 from nereus_plugins.session import open_session
-
-pytestmark = pytest.mark.skipif(
-    not [p for p in entry_points(group="nereus") if p.name == "sim"],
-    reason="adapters are found by their entry points: install the project",
-)
-
-
-def settings(folder, **changes):
-    job = {"steps": 4, "plan": {"actor/train": "tp1pp1dp2"}}
-    return NereusConfig.of({"adapter": "sim", "run_dir": folder, "job": job} | changes)
-
-
-@pytest.fixture
-def launched(tmp_path):
-    running = Registry.load().launch("sim", settings(tmp_path))
-    yield running
-    running.close()
 
 
 def test_a_trainer_gets_figures_at_every_boundary_and_a_report_at_the_end(
-    launched, tmp_path, capsys
+    launched, tmp_path, capsys, settings
 ):
-    session = open_session("sim", launched.handle, settings(tmp_path, mode="advise"))
+    session = open_session("sim", launched.handle, settings(mode="advise"))
     figures = {}
     while not launched.finished:
         launched.step()
@@ -51,8 +30,10 @@ def test_a_trainer_gets_figures_at_every_boundary_and_a_report_at_the_end(
 
 
 @pytest.mark.parametrize("mode", ["observe", "advise", "adapt"])
-def test_what_breaks_inside_ends_the_job_in_mode_adapt_alone(launched, tmp_path, capsys, mode):
-    session = open_session("sim", launched.handle, settings(tmp_path, mode=mode))
+def test_what_breaks_inside_ends_the_job_in_mode_adapt_alone(
+    launched, tmp_path, capsys, mode, settings
+):
+    session = open_session("sim", launched.handle, settings(mode=mode))
     launched.step()
     launched.handle.seen = None  # the job's own reading is broken from here on
     if mode == "adapt":
@@ -67,7 +48,7 @@ def test_what_breaks_inside_ends_the_job_in_mode_adapt_alone(launched, tmp_path,
     assert last.outcome.startswith("failed: TypeError")
 
 
-def test_a_handle_that_is_no_job_leaves_nothing_behind(tmp_path, capsys):
+def test_a_handle_that_is_no_job_leaves_nothing_behind(tmp_path, capsys, settings):
     with pytest.raises(WrongHandle):
-        open_session("sim", object(), settings(tmp_path))
+        open_session("sim", object(), settings())
     assert "[nereus]" not in capsys.readouterr().err

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from nereus_adapters.openrlhf import CAPABILITIES, lock, parking
-from nereus_adapters.openrlhf.calls import ask
 from nereus_adapters.openrlhf.checks import refuse
 from nereus_adapters.openrlhf.groups import steps_of
 from nereus_adapters.openrlhf.inside import peak_bytes
 from nereus_adapters.openrlhf.linking import Linking
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.zero import counters_inside
+from nereus_adapters.ray_calls import ask
 from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT

@@ -8,12 +8,12 @@ from typing import Any
 
 from nereus_adapters.openrlhf import facts
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
-from nereus_adapters.openrlhf.calls import ask
 from nereus_adapters.openrlhf.checks import refuse_adapting
 from nereus_adapters.openrlhf.experience import per_group
 from nereus_adapters.openrlhf.inside import device_kind, max_steps
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.signals import Signals
+from nereus_adapters.ray_calls import ask
 from nereus_core.config import NereusConfig
 from nereus_core.gate import Gate
 from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER

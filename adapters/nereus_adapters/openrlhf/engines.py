@@ -11,9 +11,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nereus_adapters.openrlhf import ranks, warm
-from nereus_adapters.openrlhf.calls import ask, inside, outcome
 from nereus_adapters.openrlhf.groups import SHARE
 from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.ray_calls import ask, inside, outcome
 from nereus_core.errors import Infeasible, NereusError
 from nereus_core.units import Unit, UnitId
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN

@@ -16,10 +16,10 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nereus_adapters.openrlhf import parking, ranks
-from nereus_adapters.openrlhf.calls import ask, inside, outcome
 from nereus_adapters.openrlhf.facts import REWARD_INFER
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.seats import Bundle
+from nereus_adapters.ray_calls import ask, inside, outcome
 from nereus_core.cluster import Device
 from nereus_core.errors import StateDiffers, WaitTimeout
 from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER, ModelStage, Stage

@@ -15,10 +15,10 @@ from typing import NoReturn
 from ray.exceptions import RayError
 
 from nereus_adapters.openrlhf import engines, groups, ranks, warm
-from nereus_adapters.openrlhf.calls import ask, outcome
 from nereus_adapters.openrlhf.checks import refuse_indivisible
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.ray_calls import ask, outcome
 from nereus_core.errors import Infeasible, NereusError, TransitionFailed
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nereus_adapters.openrlhf.calls import ask
 from nereus_adapters.openrlhf.inside import Whereabouts, whereabouts
+from nereus_adapters.ray_calls import ask
 from nereus_core.cluster import Device
 
 

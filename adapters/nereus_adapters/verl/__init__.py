@@ -15,6 +15,8 @@ from nereus_core.hookspecs import hookimpl
 from nereus_core.workload import Stage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nereus_adapters.verl.adapter import VerlAdapter
     from nereus_core.config import NereusConfig
 
@@ -47,7 +49,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         requirement="verl>=0.9,<0.10",
         install="pip install 'nereus[verl]'",
         seams=SEAMS,
-        tiers=("real",),
+        tiers=(),
     )
 
 
@@ -61,3 +63,13 @@ def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> Ve
     if not hasattr(handle, "actor_rollout_wg") or not hasattr(handle, "llm_server_manager"):
         raise WrongHandle(NAME, handle, "a verl v1 PPOTrainer whose init() has been called")
     return VerlAdapter(handle, config)
+
+
+@hookimpl(optionalhook=True)  # the plugin room's own
+def nereus_resume(name: str, handle: object, part: str, folder: Path) -> int | None:
+    """Read a checkpoint that another number of ranks saved; every rank its own part of it."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.resuming import resume
+
+    return resume(handle, part, folder)

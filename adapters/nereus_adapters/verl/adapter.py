@@ -13,12 +13,13 @@ from typing import Any
 
 import ray
 
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import CAPABILITIES, shards
-from nereus_adapters.verl.calls import call_all
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.reading import job_of
 from nereus_adapters.verl.recorder import Recorder, SeenStep
+from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.standing import (
@@ -75,6 +76,9 @@ class VerlAdapter(LedgerAdapter):
         super().__init__(Ledger(CAPABILITIES))
         self._trainer, self._timeouts = trainer, config.timeouts
         settings = VerlSettings.of(config.backend)
+        self._refused = "; ".join(refusals(trainer))
+        if self._refused and config.mode == "adapt":
+            raise Unsupported("mode adapt", f"{self._refused}. Modes observe and advise work.")
         ranks = Ranks.of(trainer.actor_rollout_wg.workers, self._timeouts.primitive_s)
         replicas = replicas_of(trainer)
         of_worker = devices_of(ranks, replicas, self._timeouts.primitive_s)
@@ -86,7 +90,7 @@ class VerlAdapter(LedgerAdapter):
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self._linked = self._units
-        self._hybrid = ranks.devices if is_hybrid(trainer) else ()
+        self._hybrid = () if self._refused else ranks.devices
         if self._hybrid:
             self._fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
             limit_s = self._timeouts.primitive_s
@@ -122,7 +126,8 @@ class VerlAdapter(LedgerAdapter):
             stage_s={s: t for s, t in seen.stage_s.items() if s in job.workload.stages},
             prompt_tokens=seen.prompt_tokens,
             response_tokens=seen.response_tokens,
-            peak_bytes=self._peaks(seen),
+            # Before its first step an optimizer has no moments: that peak is like no other.
+            peak_bytes=self._peaks(seen) if seen.follows else {},
             healthy=healthy,
             metrics=seen.metrics,
             clip_ratio=seen.clip_ratio,
@@ -204,7 +209,7 @@ class VerlAdapter(LedgerAdapter):
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         if not self._hybrid:
-            raise Unsupported(str(op), "only hybrid trainers can be changed (sync, colocate_async)")
+            raise Unsupported(str(op), self._refused)
         self._require_runs(op)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
@@ -275,13 +280,21 @@ class VerlAdapter(LedgerAdapter):
     # --- Inside -------------------------------------------------------------------------------
 
     def _peaks(self, seen: SeenStep) -> dict[Device, int]:
-        """Charge every device of a stage with the largest allocation of its ranks."""
+        """Charge every device of a stage with the largest allocation of its ranks.
+
+        verl reports what a trainer's own process allocates. The weights of a rollout replica lie
+        in another process, on the same device.
+        """
         stages = {"actor": ACTOR_TRAIN, "critic": CRITIC_TRAIN}
         peaks: dict[Device, int] = {}
         for unit in self._units.values():
             for role, peak in seen.peak_bytes.items():
                 if unit.model_stage == stages[role]:
                     peaks |= {d: max(peak, peaks.get(d, 0)) for d in unit.devices}
+        each = self._job.precision.kept_bytes(Stage.GENERATE)
+        for unit in serving(self._units).values():
+            weights = each * self._job.model(unit.model_stage).num_params // len(unit.devices)
+            peaks |= {d: peaks[d] + weights for d in unit.devices if d in peaks}
         return peaks
 
 

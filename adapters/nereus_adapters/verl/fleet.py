@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import rebuild
-from nereus_adapters.verl.calls import call_all
 from nereus_core.cluster import Device
 from nereus_core.errors import DevicesMissing
 

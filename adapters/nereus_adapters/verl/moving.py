@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nereus_adapters.ray_calls import apart, call_all, gathered
 from nereus_adapters.verl import shards
-from nereus_adapters.verl.calls import call_all, gathered
 from nereus_adapters.verl.fleet import Fleet
 from nereus_core.cluster import Device
 from nereus_core.errors import SeatDead
@@ -111,10 +111,10 @@ class Move:
         inbox: dict[Device, list[Any]] = defaultdict(list)
         for (source, unit, target), wanted in pairs.items():
             worker = fleet.seat(source).worker
-            inbox[target].append(worker.__ray_call__.remote(shards.send, self.role, unit, wanted))
+            inbox[target].append(apart(worker, shards.send, self.role, unit, wanted))
         asked = {
-            device: fleet.seat(device).worker.__ray_call__.remote(
-                shards.receive, self._target(device), *messages
+            device: apart(
+                fleet.seat(device).worker, shards.receive, self._target(device), *messages
             )
             for device, messages in inbox.items()
         }
@@ -161,7 +161,7 @@ class Move:
     def _forget(self, fleet: Fleet, timeout_s: float) -> None:
         for unit in self.made:
             for worker in fleet.workers(unit.devices).values():
-                worker.__ray_call__.remote(shards.drop, [str(unit.id)])
+                apart(worker, shards.drop, [str(unit.id)])
 
 
 def shard_boxes(shapes: Mapping[str, tuple[int, ...]], unit: Unit) -> list[dict[str, Box]]:

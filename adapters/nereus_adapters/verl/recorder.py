@@ -43,6 +43,8 @@ class SeenStep:
     peak_bytes: Mapping[str, int]
     """Largest allocation of any rank, by role."""
     metrics: Mapping[str, float]
+    follows: bool
+    """Whether this job has trained before it, with these optimizers."""
 
 
 class Recorder:
@@ -60,6 +62,7 @@ class Recorder:
         self._last: tuple[Any, Mapping[str, Any]] | None = None
         self._earlier: Mapping[str, float] = {}
         self._out_s = 0.0
+        self._follows = False
         trainer.step = self._recorded
 
     def stop(self) -> None:
@@ -81,6 +84,7 @@ class Recorder:
         aside_s = self._earlier.get("testing", 0.0) + timing.get("save_checkpoint", 0.0)
         step_s = now_s - self._begun_s - self._out_s - aside_s
         self._begun_s, self._last, self._out_s, self._earlier = now_s, None, 0.0, timing
+        follows, self._follows = self._follows, True
         tags = [tag for tag in batch.tags if not tag.get("is_padding", False)]
         responses = [int(tag["response_len"]) for tag in tags if "response_len" in tag]
         stage_s: dict[ModelStage, float] = {}
@@ -104,6 +108,7 @@ class Recorder:
                 for key in (*_REPORTED, *_REPORTED_TRAINING)
                 if key in metrics
             },
+            follows,
         )
 
     def _recorded(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import rebuild
-from nereus_adapters.verl.calls import call_all
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.standing import ROLES

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from nereus_adapters.ray_calls import apart
 from nereus_adapters.verl.fleet import Fleet
 from nereus_core.errors import WaitTimeout
 from nereus_core.units import Unit, UnitId
@@ -153,5 +154,5 @@ def shutdown_engine(server: Any) -> None:
 def _end(replica: Any) -> None:
     for server in getattr(replica, "servers", []):
         with suppress(Exception):  # a server that does not answer is ended all the same
-            ray.get(server.__ray_call__.remote(shutdown_engine), timeout=30)
+            ray.get(apart(server, shutdown_engine), timeout=30)
         ray.kill(server)

@@ -65,6 +65,19 @@ SEAMS = (
     Seam("verl.utils.device", "get_device_name"),
     Seam("verl.utils.device", "get_nccl_backend"),
     Seam("verl.utils.device", "get_torch_device"),
+    # Checkpoints of another number of ranks: what is replaced, and what it reads.
+    Seam(_TRAINER, "PPOTrainer._load_checkpoint", ("self",)),
+    Seam(_ENGINE, "FSDPEngine.load_checkpoint", ("self", "local_path")),
+    Seam(
+        "verl.utils.checkpoint.fsdp_checkpoint_manager",
+        "FSDPCheckpointManager.load_checkpoint",
+        ("self", "local_path"),
+    ),
+    Seam(
+        "verl.utils.checkpoint.checkpoint_manager",
+        "BaseCheckpointManager.load_rng_state",
+        ("rng_state",),
+    ),
     # Rollout replicas, their balancer, and the trainers' side of the weight synchronization.
     Seam("verl.workers.rollout.base", "get_rollout_class", ("rollout_name", "mode")),
     Seam("verl.workers.rollout.replica", "RolloutMode"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from nereus_adapters.verl.calls import call_all
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import WorkerFacts, worker_facts
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
@@ -115,12 +115,8 @@ def replicas_of(trainer: Any) -> list[Any]:
 
 
 def is_hybrid(trainer: Any) -> bool:
-    """Whether trainers and rollouts share processes, and the trainers are FSDP2."""
-    strategies = {str(trainer.config.actor_rollout_ref.actor.strategy)}
-    if trainer.use_critic:
-        strategies.add(str(trainer.config.critic.strategy))
-    separate = getattr(trainer, "standalone_server_manager", None) is not None
-    return not separate and strategies == {"fsdp2"}
+    """Whether trainers and rollouts share processes."""
+    return getattr(trainer, "standalone_server_manager", None) is None
 
 
 def devices_of(ranks: Ranks, replicas: Sequence[Any], timeout_s: float) -> dict[Any, Device]:

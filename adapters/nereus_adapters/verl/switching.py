@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import shards
-from nereus_adapters.verl.calls import call_all
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.relinking import Assembly, assembly, forget_dispatch, repoint, rewire
 from nereus_adapters.verl.rollouts import Rollouts

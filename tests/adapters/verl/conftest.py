@@ -1,44 +1,51 @@
 """Real ``python -m verl.trainer.main_ppo`` jobs on CPU, each run once for all its tests."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+from verl_cpu import outgrown
 from verl_cpu.assets import make_assets
-from verl_cpu.command import Ran, overrides, run_job
+from verl_cpu.command import Ran, environment, overrides, run_job
+from verl_cpu.stem import warm
 
 from nereus_core.events import Event, read_events
 
-STEPS = 5
-JOB_S = 540
-"""A job of five steps takes 60 to 100 s on two cores that do nothing else."""
+STEPS = 6
+JOB_S = 900
+"""A job of six steps takes about a minute on two cores that do nothing else; a limit of this much
+is for a job that hangs."""
+SAVED_STEP = 3
+"""The forced GRPO job's state of this step is saved, while it is sharded as HSDP 2x2."""
+WIDE = {"actor/generate": ["tp1pp1", 4], "actor/train": ["tp2pp1", 4]}
+NARROW = {"actor/generate": ["tp1pp1", 2], "actor/train": ["tp2pp1", 2]}
 GRPO_PLANS = {
     1: {"actor/generate": ["tp2pp1", 2]},
-    2: {"actor/generate": ["tp1pp1", 4], "actor/train": ["tp2pp1", 4]},
+    2: WIDE,
     3: {"actor/train": ["tp4pp1", 4]},
-    4: {"actor/generate": ["tp1pp1", 2], "actor/train": ["tp2pp1", 2]},
+    4: NARROW,  # the ranks refuse to meet, once
+    5: NARROW,
 }
-"""Rollout TP1x2 -> TP2x1 -> TP1x4; actor 2 ranks -> 4 as HSDP 2x2 -> 4 as FSDP -> 2."""
+"""Rollout TP1x2 -> TP2x1 -> TP1x4 -> TP1x2; actor 2 ranks -> HSDP 2x2 -> FSDP 4 -> 2."""
 PPO_PLANS = {
     1: {"critic/train": ["tp1pp1", 2]},
     2: {"ref/infer": ["tp1pp1", 2]},
-    3: {
-        "actor/generate": ["tp1pp1", 4],
-        "actor/train": ["tp2pp1", 4],
-        "critic/train": ["tp2pp1", 4],
-        "ref/infer": ["tp1pp1", 4],
-    },
-    4: {
-        "actor/generate": ["tp1pp1", 2],
-        "actor/train": ["tp2pp1", 2],
-        "critic/train": ["tp2pp1", 2],
-        "ref/infer": ["tp2pp1", 2],
-    },
+    3: {**WIDE, "critic/train": ["tp2pp1", 4], "ref/infer": ["tp1pp1", 4]},
+    4: {**NARROW, "critic/train": ["tp2pp1", 2], "ref/infer": ["tp2pp1", 2]},
+    6: {"actor/train": ["tp1pp1", 2]},  # rank 1 is killed as it sends its part
 }
 """Critic and reference alone, then all of them to twice the devices and back."""
+LIMITS = (
+    "+nereus.timeouts.step_s=300",
+    "+nereus.timeouts.boundary_s=60",
+    "+nereus.timeouts.primitive_s=300",
+)
+FORCED = (*LIMITS, "+nereus.policy.admission=never")
+"""No decision but those that a test takes."""
+ROOM = "+nereus.backend.max_devices=4"
 
 
 @dataclass(frozen=True)
@@ -53,53 +60,113 @@ class Job:
         return [event for event, _ in read_events(self.work / "run" / "events.jsonl")]
 
     @property
+    def outcome(self) -> str:
+        """How Nereus says that it ended."""
+        return self.events[-1].outcome
+
+    @property
     def forced(self) -> list[dict]:
         """What was seen around each transition that the test asked for."""
         return [json.loads(line) for line in (self.work / "forced.jsonl").read_text().splitlines()]
 
-    def series(self, metric: str) -> list[float]:
-        return [step[metric] for step in self.ran.metrics]
+    def series(self, metric: str, steps: int = STEPS - 1) -> list[float]:
+        """The figures of the first steps."""
+        return [step[metric] for step in self.ran.metrics[:steps]]
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
-    """Run a job: ``launch(name, *extra overrides, plans=..., env=..., **shape)``."""
-    assets = make_assets(tmp_path_factory.mktemp("assets"))
+def stem(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What Ray starts its workers with."""
+    folder = tmp_path_factory.mktemp("stem")
+    with warm(folder, environment(folder)) as command:
+        yield command
 
-    def run(name, *extra, plans=None, env=None, timeout_s=JOB_S, steps=STEPS, **shape):
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory, stem: str) -> Callable[..., Job]:
+    """Run a job: ``launch(name, *more overrides, plans=..., env=..., nereus=..., **shape)``."""
+    usual = make_assets(tmp_path_factory.mktemp("assets"))
+
+    def run(name, *extra, plans=None, env=None, nereus=True, assets=usual, **shape):
         work = tmp_path_factory.mktemp(name)
         modules = ["verl_cpu.platform", "verl_cpu.rollout"]
         changes = dict(env or {})
         if plans is not None:
-            modules += ["verl_cpu.forced", "verl_cpu.faults"]
+            modules.append("verl_cpu.forced")
             changes["VERL_CPU_FORCED"] = json.dumps(plans)
             changes["VERL_CPU_FORCED_LOG"] = str(work / "forced.jsonl")
-        arguments = [
-            *overrides(assets, work, steps=steps, **shape),
-            "+nereus.enable=true",
-            f"+nereus.run_dir={work}/run",
-            *extra,
-        ]
+        arguments = [*overrides(assets, work, **{"steps": STEPS, **shape}), *extra]
+        arguments.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{stem}'")
+        if nereus:
+            arguments += ["+nereus.enable=true", f"+nereus.run_dir={work}/run"]
         changes["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
-        return Job(run_job(work, arguments, timeout_s=timeout_s, env=changes), work)
+        return Job(run_job(work, arguments, timeout_s=JOB_S, env=changes), work)
 
     return run
 
 
-FORCED = ("+nereus.backend.max_devices=4", "+nereus.policy.admission=never")
-"""Room to grow, and no decision but those that a test takes."""
-
-
 @pytest.fixture(scope="session")
 def jobs(launch) -> Callable[[str], Job]:
-    """Return a job by name, running it the first time it is asked for."""
+    """Return a job by name, running it the first time it is asked for.
+
+    Jobs that are to fail do so after the last step that a test looks at.
+    """
+
+    def fixed_grpo():
+        return launch("fixed-grpo", "+nereus.mode=advise")
+
+    def forced_grpo():
+        save = f"trainer.save_freq={SAVED_STEP}"
+        fault = {"VERL_CPU_FAULT": f"refuse-join:4,hang-sync:{STEPS}"}
+        return launch(
+            "forced-grpo", *FORCED, ROOM, save, plans=GRPO_PLANS, ray_devices=4, env=fault
+        )
+
+    def fixed_ppo():
+        fault = {"VERL_CPU_FAULT": f"kill-server:{STEPS - 1}"}
+        return launch("fixed-ppo", *FORCED, env=fault, critic=True)
+
+    def forced_ppo():
+        fault = {"VERL_CPU_FAULT": f"kill-rank:{STEPS}"}
+        return launch(
+            "forced-ppo", *FORCED, ROOM, plans=PPO_PLANS, ray_devices=4, env=fault, critic=True
+        )
+
+    def resumed(name, **shape):
+        saved = job("forced-grpo").work / "checkpoints" / f"global_step_{SAVED_STEP}"
+        return launch(
+            name,
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={saved}",
+            steps=SAVED_STEP + 2,
+            **shape,
+        )
+
+    known = {
+        "fixed-grpo": fixed_grpo,
+        "forced-grpo": forced_grpo,
+        "fixed-ppo": fixed_ppo,
+        "forced-ppo": forced_ppo,
+        "stock-resumed": lambda: resumed("stock-resumed", nereus=False, devices=4, shard_size=2),
+        "resumed": lambda: resumed("resumed"),
+    }
 
     @cache
     def job(name: str) -> Job:
-        critic = name.endswith("ppo")
-        if name.startswith("fixed"):
-            return launch(name, "+nereus.mode=advise", critic=critic)
-        plans = PPO_PLANS if critic else GRPO_PLANS
-        return launch(name, *FORCED, plans=plans, ray_devices=4, critic=critic)
+        return known[name]()
 
     return job
+
+
+@pytest.fixture(scope="session")
+def outgrowing(launch, tmp_path_factory) -> Callable[..., Job]:
+    """Run the job that outgrows two ranks: ``outgrowing(nereus=...)``."""
+    assets = make_assets(tmp_path_factory.mktemp("wide"), **outgrown.MODEL)
+
+    def run(*, nereus: bool) -> Job:
+        more = [*outgrown.OVERRIDES, *(outgrown.SWITCH if nereus else ())]
+        name = "outgrown-adapted" if nereus else "outgrown-fixed"
+        env = outgrown.environment()
+        return launch(name, *more, env=env, nereus=nereus, assets=assets, **outgrown.SHAPE)
+
+    return run

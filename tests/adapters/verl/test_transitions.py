@@ -7,38 +7,48 @@ from nereus_core.events import PrimitiveFinished, TransitionFinished
 pytestmark = pytest.mark.real
 
 CASES = ["grpo", "ppo"]
+WORLDS = {"grpo": [2, 4, 4, 2], "ppo": [2, 2, 4, 2]}
+FAILING = {"grpo": 4, "ppo": 6}
+"""After this step a fault strikes the transition (`test_faults`)."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
-"""Two fixed jobs with these seeds agree bit for bit; sums over two ranks and over four are added in
-another order. Seen: GRPO's loss (2e-3 to 6e-2) 1e-7 off, every other figure at most 9e-7
-of itself. PPO's policy loss is 0 but for rounding: its other figures tell."""
+"""Sums over two ranks and over four are added in another order. Seen: a job of stock verl on four
+ranks strays from one on two by 3.2e-6 of a figure, the changed job by 2.9e-6 (`test_checkpoints`
+compares the two). PPO's policy loss is 0 but for rounding: its other figures tell."""
 
 
 @pytest.fixture(scope="module", params=CASES)
-def job(request, jobs):
-    found = jobs(f"forced-{request.param}")
-    assert found.ran.returncode == 0, found.ran.output[-4000:]
+def case(request):
+    return request.param
+
+
+@pytest.fixture
+def job(jobs, case):
+    found = jobs(f"forced-{case}")
+    assert len(found.forced) == 5, found.ran.output[-4000:]
     return found
 
 
-@pytest.fixture(scope="module")
-def fixed(job, jobs):
-    name = "fixed-ppo" if "critic/vf_loss" in job.ran.metrics[0] else "fixed-grpo"
-    found = jobs(name)
-    assert found.ran.returncode == 0, found.ran.output[-4000:]
-    return found
+@pytest.fixture
+def done(job, case):
+    """What was seen around each transition that was to succeed: one of each job is not."""
+    return [r for r in job.forced if r["step"] != FAILING[case]]
 
 
-def test_every_transition_was_done_and_the_ranks_are_those_asked_for(job):
-    worlds = [record["world"] for record in job.forced]
-    assert worlds in ([2, 4, 4, 2], [2, 2, 4, 2])
-    assert all(record["admitted"] for record in job.forced)
-    done = [event for event in job.events if isinstance(event, TransitionFinished)]
-    assert [event.outcome for event in done] == ["done"] * 4
-    assert job.series("nereus/transitions") == [1.0, 2.0, 3.0, 4.0, 4.0]
+@pytest.fixture
+def fixed(jobs, case):
+    return jobs(f"fixed-{case}")
 
 
-def test_parameters_moments_and_schedules_are_the_same_bit_for_bit(job):
-    for record in job.forced:
+def test_every_transition_was_done_and_the_ranks_are_those_asked_for(job, done, case):
+    assert [record["world"] for record in done] == WORLDS[case]
+    assert all(record["admitted"] for record in done)
+    outcomes = [event.outcome for event in job.events if isinstance(event, TransitionFinished)]
+    assert outcomes.count("done") == 4
+    assert job.series("nereus/transitions")[-1] == 4.0
+
+
+def test_parameters_moments_and_schedules_are_the_same_bit_for_bit(done):
+    for record in done:
         before, after = record["before"], record["after"]
         assert sorted(before) == sorted(after)
         changed = [name for name in before if before[name] != after[name]]
@@ -70,4 +80,3 @@ def test_state_crosses_once_and_shard_to_shard(job):
         # Of each parameter: itself and two moments, in float32. A copy on new devices, no more.
         assert event.moved_bytes == 3 * 4 * 431_232
         assert event.kept_bytes == 0
-    assert not [event for event in finished if event.error]

@@ -1,5 +1,7 @@
 """Units, boxes and digests: what can be said without a job."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,12 +11,14 @@ from omegaconf import OmegaConf
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.reading import device_spec, shared_out
+from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.relinking import assembly
+from nereus_adapters.verl.resuming import Piece, fill
 from nereus_adapters.verl.shards import digest
 from nereus_adapters.verl.standing import Ranks, train_units
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
-from nereus_core.errors import ConfigError, PlanError
+from nereus_core.errors import ConfigError, PlanError, PrimitiveError
 from nereus_core.layout import Layout
 from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -140,3 +144,69 @@ def config(*, micro=8, dynamic=False, critic_mini=8, **more):
 def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, expected):
     found = shared_out(given, critic=critic, reference=True)
     assert [n for n in (1, 2, 4, 8, 16, 32) if found % n == 0][-1] == expected
+
+
+def trainer(**changes):
+    actor = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1} | changes.pop("actor", {})
+    parts = {"actor": actor, "model": changes.pop("model", {"lora_rank": 0})}
+    parts["rollout"] = {"pipeline_model_parallel_size": 1} | changes.pop("rollout", {})
+    found = {
+        "actor_rollout_ref": parts,
+        "critic": {"strategy": "fsdp2"} | changes.pop("critic", {}),
+    }
+    return SimpleNamespace(
+        config=OmegaConf.create(found),
+        use_critic=changes.pop("use_critic", True),
+        standalone_server_manager=changes.pop("standalone", None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"standalone": object()}, "separate_async"),
+        ({"actor": {"strategy": "fsdp"}}, "the actor's engine is fsdp;"),
+        ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
+        ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
+        ({"actor": {"ulysses_sequence_parallel_size": 2}}, "Ulysses sequence parallelism over 2"),
+        ({"model": {"lora_rank": 8}}, "LoRA"),
+        ({"rollout": {"data_parallel_size": 2}}, "data_parallel_size=2"),
+    ],
+)
+def test_what_mode_adapt_cannot_change_is_refused_by_name(given, said):
+    (reason,) = refusals(trainer(**given))
+    assert said in reason
+
+
+def test_what_it_can_change_is_not_refused():
+    assert refusals(trainer()) == ()
+    assert refusals(trainer(use_critic=False, critic={"strategy": "megatron"})) == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    saved_by=st.integers(1, 4),
+    copies=st.integers(1, 2),
+    read_by=st.integers(1, 4),
+)
+def test_a_rank_reads_its_rows_out_of_whatever_files(rows, saved_by, copies, read_by):
+    whole = torch.arange(rows * 3, dtype=torch.float32).reshape(rows, 3)
+    cut = [piece_of(whole, saved_by, rank) for rank in range(saved_by)] * copies  # HSDP copies
+    for rank in range(read_by):
+        box = piece_of(whole, read_by, rank).box
+        room = torch.full(box.shape, -1.0)
+        fill(room, box, cut, "w")
+        assert torch.equal(room, whole[box.within(Box((0, 0), (rows, 3)))])
+
+
+def test_a_part_that_is_in_no_file_is_named():
+    whole = torch.zeros(4, 3)
+    with pytest.raises(PrimitiveError, match="w: 6 elements"):
+        fill(torch.zeros(4, 3), Box((0, 0), (4, 3)), [piece_of(whole, 2, 0)], "w")
+
+
+def piece_of(whole, ranks, rank):
+    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
+    box = shard_boxes({"w": tuple(whole.shape)}, unit)[rank]["w"]
+    return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])

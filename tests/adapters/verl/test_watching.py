@@ -38,8 +38,12 @@ def test_every_step_is_recorded_as_verl_itself_reports_it(job):
         trained_s = logged["timing_s/old_log_prob"] + logged["timing_s/update_actor"]
         assert step.stage_s["actor/train"] == pytest.approx(trained_s)
         assert step.metrics["actor/pg_loss"] == pytest.approx(logged["actor/pg_loss"])
+        if not step.step:
+            assert not step.peak_bytes  # no moments yet
+            continue
         peak_bytes = logged["actor/perf/max_memory_allocated_gb"] * 2**30
-        assert max(step.peak_bytes.values()) == pytest.approx(peak_bytes, rel=1e-6)
+        # A replica's weights, in float32, lie beside what the trainer's own process allocates.
+        assert max(step.peak_bytes.values()) - 4 * 431_232 == pytest.approx(peak_bytes, rel=1e-6)
     for step, logged in list(zip(steps, job.ran.metrics, strict=True))[1:]:
         # From boundary to boundary: whatever verl does in a step, and what lies between two.
         assert step.step_s > logged["timing_s/gen"] + logged["timing_s/update_actor"]

@@ -9,7 +9,7 @@ TEMPLATE = (
 )
 
 
-def make_assets(folder: Path) -> Path:
+def make_assets(folder: Path, *, hidden: int = 128, layers: int = 2) -> Path:
     """Write ``model/``, ``train.parquet`` and ``test.parquet`` into a folder, once."""
     import pandas as pd
     import torch
@@ -38,9 +38,9 @@ def make_assets(folder: Path) -> Path:
     tokenizer.save_pretrained(folder / "model")
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=1024,

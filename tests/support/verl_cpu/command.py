@@ -21,6 +21,8 @@ def overrides(
     response: int = 32,
     critic: bool = False,
     reference: bool = False,
+    shard_size: int = -1,
+    micro: int = 8,
 ) -> list[str]:
     """Return main_ppo's overrides: GRPO, or PPO with critic, on ``devices`` logical GPUs."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -47,17 +49,18 @@ def overrides(
         "+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
         "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
         f"{actor}.ppo_mini_batch_size=8",
-        f"{actor}.ppo_micro_batch_size_per_gpu=8",
+        f"{actor}.ppo_micro_batch_size_per_gpu={micro}",
+        f"{actor}.fsdp_config.fsdp_size={shard_size}",
         f"{actor}.optim.lr=1e-3",
         f"{actor}.use_kl_loss={critic or reference}",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
         f"{rollout}.name=hf_cpu",
         f"{rollout}.dtype=float32",
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.enforce_eager=True",
         f"{rollout}.free_cache_engine=False",
         f"+{rollout}.enable_sleep_mode=False",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu={micro}",
         f"{rollout}.n=4",
         f"{rollout}.max_model_len={64 + response}",
         f"{rollout}.agent.num_workers=1",
@@ -94,7 +97,7 @@ def overrides(
             "critic.fsdp.strategy=fsdp2",
             "critic.fsdp.use_torch_compile=False",
             "+critic.fsdp.mixed_precision.param_dtype=fp32",
-            "critic.ppo_micro_batch_size_per_gpu=8",
+            f"critic.ppo_micro_batch_size_per_gpu={micro}",
             "critic.optim.lr=1e-3",
         ]
     return found
@@ -112,6 +115,7 @@ def environment(work: Path, **changes: str) -> dict[str, str]:
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(work / "metrics.jsonl"),
+        "VERL_CPU_WORK": str(work),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

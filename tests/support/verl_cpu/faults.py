@@ -1,10 +1,13 @@
-"""Faults inside verl's workers: ``VERL_CPU_FAULT=kill-rank`` while state is sent, ``refuse-join``.
+"""Faults inside verl's workers, asked for with ``VERL_CPU_FAULT``.
 
-The driver sends a function of this module in place of the adapter's, so that it is found by its
-name in every worker.
+``kill-rank:5`` ends rank 1 as it sends state after step 5; ``refuse-join:4`` keeps the ranks of the
+first new process group after step 4 from meeting. The driver sends a function of this module in
+place of the adapter's, so that it is found by its name in every worker.
 """
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from nereus_adapters.verl import rebuild, shards
 from nereus_core.errors import PrimitiveError
@@ -20,15 +23,17 @@ def killed_send(worker, *args):
     return _send(worker, *args)
 
 
-def refused_join(worker, *args):
-    """Refuse to meet the first time."""
-    if not getattr(worker, "_refused", False):
-        worker._refused = True
+def refused_join(worker, rank, meet, seats):
+    """Refuse the first meeting that any rank is called to; its port tells it from others."""
+    first = Path(os.environ["VERL_CPU_WORK"]) / "refused"
+    with suppress(FileExistsError), open(first, "x") as file:
+        file.write(str(meet.port))
+    if first.read_text() in ("", str(meet.port)):  # empty: another rank is writing it now
         raise PrimitiveError("the test refuses to let this rank meet the others")
-    return _join(worker, *args)
+    return _join(worker, rank, meet, seats)
 
 
-if "kill-rank" in FAULTS:
-    shards.send = killed_send
-if "refuse-join" in FAULTS:
-    rebuild.join = refused_join
+def arm(step):
+    """Break what is to break in the transition after a step; called in the driver."""
+    shards.send = killed_send if f"kill-rank:{step}" in FAULTS else _send
+    rebuild.join = refused_join if f"refuse-join:{step}" in FAULTS else _join

@@ -13,13 +13,14 @@ import time
 
 import torch
 
-from nereus_adapters.verl.calls import call_all
+from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.workload import ModelStage
 from nereus_plugins.post_import import after_import
+from verl_cpu import faults
 
 
 def sha256(worker):
@@ -67,6 +68,7 @@ def _force(module):
         if wanted:
             record = {"step": int(trainer.global_steps), "before": digests(trainer)}
             start_s = time.perf_counter()
+            faults.arm(record["step"])
             try:
                 decision = self.controller.go_to(planned(self.controller, wanted), "test")
                 record["admitted"] = decision.admitted

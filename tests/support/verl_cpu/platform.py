@@ -15,6 +15,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from nereus_plugins.post_import import after_import
+from verl_cpu import budget
 
 
 class CpuModule(types.ModuleType):
@@ -44,6 +45,8 @@ class CpuModule(types.ModuleType):
     memory_reserved = memory_allocated
 
     def max_memory_allocated(self, *_):
+        if budget.LIMIT_BYTES:
+            return budget.peak_bytes()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     max_memory_reserved = max_memory_allocated
@@ -181,28 +184,6 @@ def _no_offload(module):
 
 
 after_import("verl.workers.engine.fsdp.transformer_impl", _no_offload)
-
-
-# A stand-in for a device's memory: with VERL_CPU_TOKENS=1000, a forward and backward over more
-# tokens than that fails as one that does not fit does.
-def _budget(module):
-    most = int(os.environ.get("VERL_CPU_TOKENS", "0"))
-    if not most:
-        return
-    engine = module.FSDPEngineWithLMHead
-    once = engine.forward_step
-
-    def forward_step(self, micro_batch, loss_function, forward_only):
-        ids = micro_batch["input_ids"]
-        tokens = (ids.values() if ids.is_nested else ids).numel()
-        if not forward_only and tokens > most:
-            raise torch.OutOfMemoryError(f"the test's device holds {most} tokens, not {tokens}")
-        return once(self, micro_batch, loss_function, forward_only)
-
-    engine.forward_step = forward_step
-
-
-after_import("verl.workers.engine.fsdp.transformer_impl", _budget)
 
 
 # 4. A bug of verl 0.9.1 on every platform: logger.info(..., flush=True) with hybrid_engine=False.
