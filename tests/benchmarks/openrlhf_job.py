@@ -69,7 +69,7 @@ MEMORY = {
     "ds__attn_implementation": "sdpa",
 }
 MEMORY_MODEL = {"hidden": 64, "intermediate": 256, "layers": 24, "heads": 2}
-MEMORY_LENGTHS = (32, 64, 96, 128, 160, 190, 300, 300)
+MEMORY_LENGTHS = (32, 96, 160, 190, 300, 300)
 FITS, TOO_LONG = 190, 300
 PLANNED_BYTES = 150 * 2**20
 """What Nereus is told that a device has. Its model counts tensors, and finds [2, tp1] to need more
