@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # before this fi
 
 PARTS = ("growing", "memory", "starts")
 PROMPTS, SAMPLES = 8, 2
+_LIMIT = "OPENRLHF_TEST_RANK_BYTES"
 GROWING = {
     "vllm__num_engines": 2,
     "actor__num_gpus_per_node": 2,
@@ -62,13 +63,17 @@ MEMORY = {
     "algo__advantage__estimator": "reinforce",
     "algo__kl__init_coef": 0,
     "algo__kl__use_loss": False,
-    "rollout__max_new_tokens": 640,
-    "data__max_len": 672,
+    "rollout__max_new_tokens": 304,
+    "data__max_len": 336,
+    "train__micro_batch_size": 8,
     "ds__attn_implementation": "sdpa",
 }
-MEMORY_MODEL = {"hidden": 256, "intermediate": 1024, "layers": 8, "positions": 1024}
-MEMORY_LENGTHS = (64, 64, 64, 128, 192, 256, 640, 640)
-MEMORY_BYTES = 600 * 2**20
+MEMORY_MODEL = {"hidden": 64, "intermediate": 256, "layers": 24, "heads": 2}
+MEMORY_LENGTHS = (32, 64, 96, 128, 160, 190, 300, 300)
+FITS, TOO_LONG = 190, 300
+PLANNED_BYTES = 150 * 2**20
+"""What Nereus is told that a device has. Its model counts tensors, and finds [2, tp1] to need more
+than nine tenths of this from 181 tokens on, [1, tp2] from 337."""
 
 
 def main() -> None:
@@ -139,7 +144,7 @@ def growing(folder: Path, steps: int) -> dict[str, Any]:
         agent = make_agent(folder / name, assets, lengths, PROMPTS * SAMPLES)
         words = dict(GROWING, train__agent_func_path=agent, data__max_samples=PROMPTS * steps)
         with _peak() as peak:
-            jobs[name] = _run(assets, folder / name, words, mode, FORCE)
+            jobs[name] = _run(assets, folder / name, words, mode, force=FORCE)
         peaks[name] = peak[0]
     plain, seen, changed = (_steps(jobs[name]) for name in jobs)
     held = _events(folder / "changed", "TransitionFinished")
@@ -178,26 +183,53 @@ def _transition(event: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def memory(folder: Path) -> dict[str, Any]:
-    """Run a job under a limit of memory twice: by OpenRLHF alone, and with Nereus."""
-    from openrlhf_job import make_agent, make_assets
+    """Run a job under a limit of memory twice: by OpenRLHF alone, and with Nereus.
 
-    steps = len(MEMORY_LENGTHS)
-    assets = make_assets(folder / "assets", prompts=PROMPTS * steps, **MEMORY_MODEL)
-    found: dict[str, Any] = {"bytes_per_rank": MEMORY_BYTES, "response_tokens": MEMORY_LENGTHS}
+    The kernel counts allocators and buffers too, so that its limit is measured first: it lies in
+    the middle between what a rank of [2, tp1] takes for the longest responses that shall fit, and
+    for those that shall not.
+    """
+    from openrlhf_job import make_assets
+
+    assets = make_assets(folder / "assets", prompts=PROMPTS * len(MEMORY_LENGTHS), **MEMORY_MODEL)
+    fits, more = (_taken(assets, folder / str(n), (32, n)) for n in (FITS, TOO_LONG))
+    found: dict[str, Any] = {
+        "response_tokens": MEMORY_LENGTHS,
+        "bytes_taken": {FITS: fits, TOO_LONG: more},
+        "limit_bytes": (limit := (fits + more) // 2),
+        "planned_bytes": PLANNED_BYTES,
+    }
     for name, mode in (("fixed", None), ("nereus", "adapt")):
-        agent = make_agent(folder / name, assets, MEMORY_LENGTHS, PROMPTS * SAMPLES)
-        words = dict(MEMORY, train__agent_func_path=agent, data__max_samples=PROMPTS * steps)
-        ran = _run(assets, folder / name, words, mode, {}, limit_bytes=MEMORY_BYTES)
+        ran = _grown(assets, folder / name, MEMORY_LENGTHS, mode, {_LIMIT: str(limit)})
         found[name] = {
             "exit_code": ran.code,
             "steps_done": len(_steps(ran)),
-            "died_of": next((line for line in ran.output.splitlines() if "allocate" in line), None),
+            "died_of": next((s for s in ran.output.splitlines() if "allocate" in s), None),
         }
     found["nereus"]["transitions"] = [
         {key: event[key] for key in ("step", "outcome", "elapsed_s", "plan")}
         for event in _events(folder / "nereus", "TransitionFinished")
     ]
     return found
+
+
+def _taken(assets: Path, folder: Path, lengths: Sequence[int]) -> int:
+    """Return the most bytes that a rank of the actor takes, without a limit."""
+    _grown(assets, folder, lengths, None, {"OPENRLHF_TEST_PEAKS": str(folder)})
+    return max(int(path.read_text(encoding="utf-8")) for path in folder.glob("peak-*"))
+
+
+def _grown(
+    assets: Path, folder: Path, lengths: Sequence[int], mode: str | None, more: dict[str, str]
+) -> Any:
+    """Run the job of this part on responses of these lengths, one step each."""
+    from openrlhf_job import make_agent
+
+    agent = make_agent(folder, assets, lengths, PROMPTS * SAMPLES)
+    words = dict(MEMORY, train__agent_func_path=agent, data__max_samples=PROMPTS * len(lengths))
+    flags = [f"--nereus.backend.memory_bytes={PLANNED_BYTES}"] if mode else []
+    flags += ['--nereus.constraints.pin={"actor/generate"="tp1pp1"}'] if mode else []
+    return _run(assets, folder, words, mode, more=more, flags=flags)
 
 
 # --- Engines that start ---------------------------------------------------------------------------
@@ -212,8 +244,10 @@ def starts(folder: Path) -> dict[str, Any]:
     words |= {"actor__num_gpus_per_node": 1, "data__max_len": 64, "data__max_samples": PROMPTS * 2}
     force = {"1": {"actor/generate": [[0, 1]]}}
     found: dict[str, Any] = {}
-    for name, seats, method in (("processes", 0, "spawn"), ("seats", 2, None)):
-        _run(assets, folder / name, words, "adapt", force, seats=seats, method=method)
+    spawned = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    for name, seats, more in (("processes", 0, spawned), ("seats", 2, {})):
+        flags = [f"--nereus.backend.warm_engines={seats}"]
+        _run(assets, folder / name, words, "adapt", force=force, more=more, flags=flags)
         (event,) = _events(folder / name, "TransitionFinished")
         found[name] = _transition(event, folder / name)
     found["ratio"] = found["processes"]["held_s"] / found["seats"]["held_s"]
@@ -228,32 +262,24 @@ def _run(
     folder: Path,
     words: dict[str, Any],
     mode: str | None,
-    force: dict[str, Any],
-    limit_bytes: int | None = None,
-    seats: int | None = None,
-    method: str | None = None,
+    *,
+    force: dict[str, Any] | None = None,
+    more: dict[str, str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Any:
+    """Run a job by OpenRLHF alone, or in a mode of Nereus; ``force`` is for `forced.py`."""
     import openrlhf_job
 
-    flags = openrlhf_job.flags(assets, folder, **words)
-    more = {} if limit_bytes is None else {"OPENRLHF_TEST_RANK_BYTES": str(limit_bytes)}
-    if method is not None:
-        more["VLLM_WORKER_MULTIPROC_METHOD"] = method
-    if seats is not None:
-        flags.append(f"--nereus.backend.warm_engines={seats}")
+    line = openrlhf_job.flags(assets, folder, **words)
     module = "openrlhf.cli.train_ppo_ray" if mode is None else "nereus_plugins.openrlhf"
     if mode is not None:
-        flags += ["--nereus.enable", f"--nereus.mode={mode}", f"--nereus.run_dir={folder / 'run'}"]
-    if mode is not None and limit_bytes is not None:
-        flags += [f"--nereus.backend.memory_bytes={limit_bytes}"]
-    elif mode == "adapt":
-        flags += ["--nereus.policy.admission=never"]
-        more |= {
-            "OPENRLHF_TEST_FORCE": json.dumps(force),
-            "OPENRLHF_TEST_SEEN": str(folder / "seen"),
-        }
-    ran = openrlhf_job.run(flags, folder, more=more, timeout_s=900, module=module)
-    if ran.code and limit_bytes is None:
+        line += ["--nereus.enable", f"--nereus.mode={mode}", f"--nereus.run_dir={folder / 'run'}"]
+    if mode == "adapt" and force is not None:
+        line.append("--nereus.policy.admission=never")
+        seen = str(folder / "seen")
+        more = (more or {}) | {"OPENRLHF_TEST_FORCE": json.dumps(force), "OPENRLHF_TEST_SEEN": seen}
+    ran = openrlhf_job.run([*line, *flags], folder, more=more, timeout_s=900, module=module)
+    if ran.code and _LIMIT not in (more or {}):
         raise RuntimeError(f"the job ended with {ran.code}: {ran.output[-3000:]}")
     return ran
 

@@ -32,7 +32,7 @@ from nereus_adapters.rollout.ports import Prompt, Sampling
 from nereus_adapters.rollout.segment import remove
 from nereus_adapters.rollout.sglang.factory import CPU_ENVIRONMENT, SglangEngines
 from nereus_adapters.rollout.sglang.groups import WeightGroups
-from nereus_adapters.rollout.sglang.leftovers import SHARED_MEMORY, members
+from nereus_adapters.rollout.sglang.leftovers import SHARED_MEMORY
 from nereus_adapters.rollout.sglang.sending import Sender
 from nereus_adapters.rollout.store import publish_here
 from nereus_core.cluster import Device
@@ -71,6 +71,8 @@ if __name__ == "__main__":
     engine.shutdown()
 """
 TOKENS = (5, 6, 7, 8)
+_LEFT = "sglang_loads_*"
+"""Files that a stock engine leaves in shared memory."""
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -160,6 +162,7 @@ def _stock(engines: SglangEngines, layout: Layout, first: int, model: Any) -> fl
             "load_format": "auto",
         }
         environment = engines.environment(DEVICES[: layout.num_devices])
+        before = set(SHARED_MEMORY.glob(_LEFT))
         start_s = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, str(script), json.dumps([arguments, TOKENS])],
@@ -167,28 +170,20 @@ def _stock(engines: SglangEngines, layout: Layout, first: int, model: Any) -> fl
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,
         )
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("FIRST"):
                     elapsed_s = time.perf_counter() - start_s
-                    _unlink_shared(process.pid)
                     assert int(line.split()[1]) == first, "the stock engine draws another token"
                     return elapsed_s
             raise RuntimeError("the stock engine did not come up")
         finally:
             process.stdout.read() if process.stdout else None
             process.wait(120)
-
-
-def _unlink_shared(group: int) -> None:
-    """Remove the names of shared memory that a stock engine has mapped and would leave."""
-    for pid in members(group):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if f" {SHARED_MEMORY}/" in line:
-                Path(line.split(maxsplit=5)[5]).unlink(missing_ok=True)
+            for left in set(SHARED_MEMORY.glob(_LEFT)) - before:
+                left.unlink(missing_ok=True)
 
 
 def _sync(

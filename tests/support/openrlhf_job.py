@@ -74,7 +74,7 @@ class AgentExecutor(AgentExecutorBase):
     def __init__(self):
         self.asked = {{}}
 
-    async def execute(self, prompt, label, params, max_length, hf_tokenizer, *args, **kwargs):
+    async def execute(self, prompt, label, hf_tokenizer, **more):
         number = self.asked[prompt] = self.asked.get(prompt, 0) + 1
         recorded = random.Random(f"{{prompt}} {{number % {samples}}}")
         response = [recorded.randrange(2, 512) for _ in range(16)]
@@ -115,7 +115,7 @@ def make_assets(
     hidden: int = 128,
     intermediate: int = 256,
     layers: int = 2,
-    positions: int = 512,
+    heads: int = 4,
 ) -> Path:
     """Write a 2-layer Qwen2, a judge of that shape, a byte-level tokenizer, prompts, a reward."""
     import torch
@@ -152,9 +152,9 @@ def make_assets(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
-        max_position_embeddings=positions,
+        max_position_embeddings=512,
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,

@@ -8,6 +8,6 @@ import pytest
 pytestmark = pytest.mark.real
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, "group"], ids=str)
+@pytest.mark.parametrize("how", ["group", signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_driver_that_is_killed_leaves_nothing(how):
     leaving.require_nothing_left("sglang", how)

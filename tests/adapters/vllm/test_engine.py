@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_small_preempts_and_every_token_comes(
 def test_a_prompt_too_long_is_refused_and_the_others_go_on(start, weights):
     engine = start(published=weights.publish(1))
     good = engine.submit(prompts(1)[0])
-    bad = engine.submit(Prompt("long", tuple([5] * 100), Sampling(8)))
+    bad = engine.submit(Prompt("long", tuple([5] * 130), Sampling(8)))
     with pytest.raises(EngineError, match="respond to long"):
         bad.result(60)
     assert len(good.result(60).tokens) == 24

@@ -35,7 +35,7 @@ def pair(request, start, weights, fronts):
 
 
 @contextmanager
-def in_flight(fleet, weights, count=8, max_tokens=48):
+def in_flight(fleet, weights, count=8, max_tokens=100):
     """Have prompts under way, some tokens of each drawn; at the end all of them must be right."""
     asked = prompts(count, max_tokens)
     futures = [fleet.submit(p) for p in asked]

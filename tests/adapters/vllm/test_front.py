@@ -13,6 +13,9 @@ from nereus_core.errors import ConfigError
 
 pytestmark = pytest.mark.real
 
+LONG = 100
+"""Tokens that are still being drawn when the driver has heard of the first."""
+
 
 @pytest.fixture
 def begin(start, fronts):
@@ -54,25 +57,25 @@ def test_greedy_tokens_equal_hugging_face_on_seats_that_stay(factory, begin, wei
 
 def test_an_interrupted_response_goes_on_without_a_token_lost_or_repeated(begin, weights):
     engine = begin(ONE, weights.publish(1))
-    asked = prompts(6, max_tokens=48)
-    wanted = [weights.greedy(p.tokens, 48)[0] for p in asked]
+    asked = prompts(6, LONG)
+    wanted = [weights.greedy(p.tokens, LONG)[0] for p in asked]
     futures = [engine.submit(p) for p in asked]
     engine.submit(Prompt("soon done", (1, 5, 9), Sampling(4, temperature=0.0))).result(60)
     engine.interrupt()
     parts = [f.result(10) for f in futures]
     assert {p.finish for p in parts} == {Finish.INTERRUPTED}
-    assert all(0 < len(p.tokens) < 48 for p in parts)
+    assert all(0 < len(p.tokens) < LONG for p in parts)
     rest = respond(engine, [p.after(part.tokens) for p, part in zip(asked, parts, strict=True)])
     whole = [part.then(r) for part, r in zip(parts, rest, strict=True)]
     assert [w.tokens for w in whole] == wanted
-    assert [len(w.logprobs) for w in whole] == [48] * 6
+    assert [len(w.logprobs) for w in whole] == [LONG] * 6
 
 
 def test_a_prompt_too_long_is_refused_and_the_others_go_on(begin, weights):
     engine = begin(ONE, weights.publish(1))
     good = engine.submit(prompts(1)[0])
     with pytest.raises(EngineError, match="respond to long"):
-        engine.submit(Prompt("long", tuple([5] * 100), Sampling(8))).result(60)
+        engine.submit(Prompt("long", tuple([5] * 130), Sampling(8))).result(60)
     assert len(good.result(60).tokens) == 24
 
 
@@ -80,8 +83,8 @@ def test_a_prompt_too_long_is_refused_and_the_others_go_on(begin, weights):
 def test_whatever_is_killed_loses_the_engine_and_no_token(begin, weights, who):
     published = weights.publish(1)
     engine = begin(TP2, published)
-    asked = prompts(6, max_tokens=48)
-    wanted = [weights.greedy(p.tokens, 48)[0] for p in asked]
+    asked = prompts(6, LONG)
+    wanted = [weights.greedy(p.tokens, LONG)[0] for p in asked]
     futures = [engine.submit(p) for p in asked]
     engine.submit(Prompt("soon done", (1, 5, 9), Sampling(2, temperature=0.0))).result(60)
     os.kill(engine.processes[0].pid if who == "front" else core(engine).pid, signal.SIGKILL)

@@ -8,10 +8,8 @@ import pytest
 pytestmark = pytest.mark.real
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, "group"], ids=str)
-def test_a_driver_that_is_killed_leaves_nothing(how):
-    leaving.require_nothing_left("vllm", how)
-
-
-def test_nor_does_one_with_an_async_front():
-    leaving.require_nothing_left("async", signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("engine", "how"), [("vllm", "group"), ("async", signal.SIGKILL)], ids=["SIGTERM", "SIGKILL"]
+)
+def test_a_driver_that_is_killed_leaves_nothing(engine, how):
+    leaving.require_nothing_left(engine, how)

@@ -5,6 +5,7 @@ framework asks for CUDA.
 """
 
 import os
+import time
 from datetime import timedelta
 
 from post_import import on_import
@@ -100,21 +101,46 @@ def _engine(module):
     travels.__init__ = __init__
 
 
+def _data_bytes():
+    """What this process may write to and shares with nobody, in bytes."""
+    with open("/proc/self/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+def _sample(path, own):
+    """Keep in a file the most bytes that this process has had beyond ``own``."""
+    most = 0
+    while True:
+        now = _data_bytes() - own
+        if now > most:
+            most = now
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(str(most))
+        time.sleep(0.01)
+
+
 def _limited(module):
     # A CPU has no memory of a device's own: the kernel keeps each rank of the actor to so many
-    # bytes beyond those that its process has when its first model comes.
+    # bytes beyond those that its process has when its first model comes, or they are written down.
     import resource
+    import threading
 
     travels = module.PolicyModelActor.__ray_metadata__.modified_class
     original = travels.init_model_from_pretrained
-    limit = int(os.environ["OPENRLHF_TEST_RANK_BYTES"])
+    limit, folder = (
+        os.environ.get("OPENRLHF_TEST_RANK_BYTES"),
+        os.environ.get("OPENRLHF_TEST_PEAKS"),
+    )
 
     def init_model_from_pretrained(self, *args, **kwargs):
-        if not hasattr(self, "_limit_is_set"):
-            with open("/proc/self/status", encoding="utf-8") as status:
-                (own,) = [int(line.split()[1]) for line in status if line.startswith("VmData")]
-            resource.setrlimit(resource.RLIMIT_DATA, (own * 1024 + limit,) * 2)
-            self._limit_is_set = True
+        if not hasattr(self, "_memory_is_watched"):
+            self._memory_is_watched = True
+            own = _data_bytes()
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_DATA, (own + int(limit),) * 2)
+            if folder is not None:
+                path = os.path.join(folder, f"peak-{os.getpid()}")
+                threading.Thread(target=_sample, args=(path, own), daemon=True).start()
         return original(self, *args, **kwargs)
 
     travels.init_model_from_pretrained = init_model_from_pretrained
@@ -170,5 +196,5 @@ def name_shared_memory(prefix):
     shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 14
 
 
-def install_limit():
+def install_memory():
     on_import("openrlhf.trainer.ray.ppo_actor", _limited)

@@ -17,8 +17,8 @@ def install_asked_for():
     """Install what a job's own environment asks for; again in what the stem forks."""
     if prefix := os.environ.get("OPENRLHF_TEST_SHM"):
         cpu_patches.name_shared_memory(prefix)
-    if os.environ.get("OPENRLHF_TEST_RANK_BYTES"):
-        cpu_patches.install_limit()
+    if {"OPENRLHF_TEST_RANK_BYTES", "OPENRLHF_TEST_PEAKS"} & set(os.environ):
+        cpu_patches.install_memory()
     if os.environ.get("OPENRLHF_TEST_FORCE"):
         import forced
 

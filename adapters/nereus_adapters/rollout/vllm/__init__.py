@@ -1,7 +1,8 @@
 """vLLM as a rollout engine. Importing this package imports no vLLM; the hooks do when called.
 
-`factory.VllmFactory` makes engines on seats (`seats`, `serve`, `lease`, `executor`, `hosting`) that
-get their weights through vLLM's own transfer API (`transfer`).
+`factory.VllmFactory` makes engines on seats (`seats`, `serve`, `lease`, `executor`), stepped by the
+seat that leads (`hosting`) or by vLLM's AsyncLLM (`front`). Weights come through vLLM's own
+transfer API (`transfer`).
 """
 
 from __future__ import annotations

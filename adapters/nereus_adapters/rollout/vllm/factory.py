@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from nereus_adapters.rollout.ports import EngineError
+from nereus_adapters.rollout.ports import EngineError, EngineLost
 from nereus_adapters.rollout.vllm.engine import VllmEngine
 from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
 from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, CPU_ENV, SEAT_ENV, VllmSettings
@@ -86,17 +86,20 @@ class VllmFactory:
             runs = layer_ranges(self._model.num_layers, layout.pp)
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(run)) for run in runs)
         args = self._arguments(layout, devices, port, env)
-        lead = self.pool.front(devices[0]) if fronted else seats[0]
+        try:
+            lead = self.pool.front(devices[0]) if fronted else seats[0]
+        except (SeatDead, WaitTimeout) as error:
+            raise EngineError(name, "start", str(error)) from error
         engine = VllmEngine(name, layout, devices, lead, seats, settings, self._closed)
         self._ports[name] = port
         try:
             lead.call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
-        except (SeatDead, SeatError, WaitTimeout) as error:
+            if layout.num_devices > 1:
+                engine.rpc("nereus_unlink_shared")
+        except (EngineError, EngineLost, SeatDead, SeatError, WaitTimeout) as error:
             engine.broken(str(error))
             engine.close()
             raise EngineError(name, "start", str(error)) from error
-        if layout.num_devices > 1:
-            engine.rpc("nereus_unlink_shared")
         return engine
 
     def _arguments(

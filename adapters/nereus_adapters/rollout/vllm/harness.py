@@ -62,7 +62,7 @@ def settings(model: Path, **changes: Any) -> VllmSettings:
     """Return how the harness's engines start: small, and at once."""
     small = VllmSettings(
         model,
-        max_tokens=64,
+        max_tokens=128,
         max_running=16,
         kv_cache_bytes=8 * 2**20,
         eager=True,

@@ -61,7 +61,6 @@ def require_it_goes_on(changed, assets, folder, **flags):
         assert step["reward"] == pytest.approx(was["reward"], rel=0.02)
     # a moment, a step count or a learning rate that was lost would change Adam's steps at once
     apart = drift(assets / "model", changed[0] / "final", folder / "final")
-    print("apart", apart)
     assert apart < 1 / 12
 
 

@@ -72,7 +72,6 @@ def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, recorded, tmp_pa
         name: drift(assets / "model", tmp_path / "two/final", tmp_path / name / "final")
         for name in ("one", "changed")
     }
-    print(between, own, apart)
     assert apart["changed"] <= 2 * apart["one"] + 1e-3, apart
     assert apart["changed"] < 1 / 12, apart
     for figure in FIGURES:  # two jobs say roughly how large such differences are
