@@ -112,7 +112,7 @@ def test_a_device_is_known_by_its_name_or_by_the_key():
         device_spec(facts(), "h100")
 
 
-def config(*, micro=8, dynamic=False, critic_mini=8, **more):
+def config(*, micro=8, dynamic=False, critic_mini=8, critic=None, **more):
     actor = {
         "ppo_mini_batch_size": 8,
         "use_dynamic_bsz": dynamic,
@@ -123,6 +123,7 @@ def config(*, micro=8, dynamic=False, critic_mini=8, **more):
         "ppo_mini_batch_size": critic_mini,
         "use_dynamic_bsz": dynamic,
         "ppo_micro_batch_size_per_gpu": 2,
+        **(critic or {}),
     }
     rollout = {"n": 4, "log_prob_micro_batch_size_per_gpu": 4}
     parts = {"actor": actor, "rollout": rollout, "ref": {"log_prob_micro_batch_size_per_gpu": 2}}
@@ -139,6 +140,14 @@ def config(*, micro=8, dynamic=False, critic_mini=8, **more):
         (config(dynamic=True), False, 32),  # the reference's micro-batches are fixed all the same
         (config(critic_mini=6), True, 4),
         (config(ulysses_sequence_parallel_size=2), False, 8),
+        (config(fsdp_config={"ulysses_sequence_parallel_size": 2}), False, 8),
+        (config(critic_mini=2), True, 4),  # 2 prompts x 4 responses, 2 at a time
+        (config(micro=2, critic_mini=2, critic={"ulysses_sequence_parallel_size": 2}), True, 8),
+        (
+            config(micro=2, critic_mini=2, critic={"fsdp": {"ulysses_sequence_parallel_size": 2}}),
+            True,
+            8,
+        ),
     ],
 )
 def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, expected):
@@ -169,7 +178,20 @@ def trainer(**changes):
         ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
         ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
         ({"actor": {"ulysses_sequence_parallel_size": 2}}, "Ulysses sequence parallelism over 2"),
-        ({"model": {"lora_rank": 8}}, "LoRA"),
+        (
+            {"actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}},
+            "the actor uses Ulysses sequence parallelism over 2",
+        ),
+        (
+            {"critic": {"ulysses_sequence_parallel_size": 4}},
+            "the critic uses Ulysses sequence parallelism over 4",
+        ),
+        (
+            {"critic": {"fsdp": {"ulysses_sequence_parallel_size": 4}}},
+            "the critic uses Ulysses sequence parallelism over 4",
+        ),
+        ({"model": {"lora_rank": 8}}, "the actor's LoRA"),
+        ({"critic": {"model": {"lora_rank": 8}}}, "the critic's LoRA"),
         ({"rollout": {"data_parallel_size": 2}}, "data_parallel_size=2"),
     ],
 )
