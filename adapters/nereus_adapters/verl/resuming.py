@@ -19,7 +19,7 @@ import torch
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import take_optimizer
-from nereus_adapters.verl.shards import EXPECTED, Held, local, local_box, not_adam
+from nereus_adapters.verl.shards import Held, local, local_box, no_step, not_adam
 from nereus_core.cluster import Device
 from nereus_core.errors import PrimitiveError
 from nereus_core.state import Box
@@ -144,7 +144,7 @@ def _moments(engine: Any, role: str, saved: list[Mapping[str, Any]]) -> Held:
             name, box = names[id(parameter)], local_box(parameter)
             slots = saved[0]["state"][index]
             if _STEP not in slots:
-                raise PrimitiveError(f"optimizer state of {name} has no step; {EXPECTED}.")
+                raise no_step(name)
             for slot, value in slots.items():
                 if slot == _STEP:
                     state.counters[name] = float(value)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.resuming import fill_engine, load, saved_ranks, world_of
 from nereus_core.config import NereusConfig
 from nereus_core.errors import PrimitiveError
@@ -171,16 +170,3 @@ def test_a_resume_that_verl_can_do_is_not_lost_to_an_error_of_ours(tmp_path, cap
             said = capsys.readouterr().err
             assert f"WARNING: actor: verl loads {folder} without Nereus. PrimitiveError" in said
     assert group.load_checkpoint is once
-
-
-def test_the_first_peak_of_each_role_is_left_out():
-    step = SimpleNamespace(tags=[{"prompt_len": 2, "response_len": 3}])
-    job = SimpleNamespace(step=lambda metrics, timing: step, timing_raw={}, global_steps=1)
-    recorder, peaks = Recorder(job, 8), []
-    warming = {"critic/perf/max_memory_allocated_gb": 1.0}
-    both = {**warming, "actor/perf/max_memory_allocated_gb": 2.0}
-    for metrics in (warming, warming, both, both):  # verl's trainer.critic_warmup
-        job.step(metrics, {})
-        peaks.append(recorder.drained().peak_bytes)
-    critic, actor = 2**30, 2**31
-    assert peaks == [{}, {"critic": critic}, {"critic": critic}, {"critic": critic, "actor": actor}]

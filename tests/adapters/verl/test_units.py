@@ -10,11 +10,13 @@ from omegaconf import OmegaConf
 
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.moving import shard_boxes
+from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec, shared_out
+from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.resuming import Piece, fill
-from nereus_adapters.verl.shards import digest
+from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.standing import Ranks, train_units
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
@@ -22,7 +24,7 @@ from nereus_core.errors import ConfigError, PlanError, PrimitiveError
 from nereus_core.layout import Layout
 from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ACTOR_TRAIN, REF_INFER
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, FLOAT32, REF_INFER
 
 pytestmark = pytest.mark.real
 
@@ -232,3 +234,35 @@ def piece_of(whole, ranks, rank):
     unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
     box = shard_boxes({"w": tuple(whole.shape)}, unit)[rank]["w"]
     return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
+
+
+def test_the_first_peak_of_each_role_is_left_out():
+    step = SimpleNamespace(tags=[{"prompt_len": 2, "response_len": 3}])
+    job = SimpleNamespace(step=lambda metrics, timing: step, timing_raw={}, global_steps=1)
+    recorder, peaks = Recorder(job, 8), []
+    warming = {"critic/perf/max_memory_allocated_gb": 1.0}
+    both = {**warming, "actor/perf/max_memory_allocated_gb": 2.0}
+    for metrics in (warming, warming, both, both):  # verl's trainer.critic_warmup
+        job.step(metrics, {})
+        peaks.append(recorder.drained().peak_bytes)
+    critic, actor = 2**30, 2**31
+    assert peaks == [{}, {"critic": critic}, {"critic": critic}, {"critic": critic, "actor": actor}]
+
+
+@pytest.mark.parametrize(("resident", "weights"), [(True, 4 * 1000 // 2), (False, 0)])
+def test_a_replicas_weights_count_only_while_they_are_on_the_device(resident, weights):
+    job = SimpleNamespace(precision=FLOAT32, model=lambda _: SimpleNamespace(num_params=1000))
+    trained = Unit(UnitId(ACTOR_TRAIN, 0), Layout(2, 1), DEVICES[:2])
+    replica = Unit(UnitId(ACTOR_GENERATE, 0), Layout(2, 1), DEVICES[:2])
+    found = device_peaks({"actor": 7000}, UnitMap([trained, replica]), job, resident)
+    assert found == dict.fromkeys(DEVICES[:2], 7000 + weights)
+
+
+def test_an_optimizer_without_steps_is_refused_by_name():
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    engine = SimpleNamespace(module=module, optimizer=optimizer)
+    module(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(PrimitiveError, match="of weight has no step; expected Adam"):
+        of_engine("actor", engine)
