@@ -6,9 +6,11 @@ let every actor finish first: whoever goes on with the others afterwards finds t
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -36,11 +38,16 @@ def on_own_stack(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Run a function where it has a whole stack; runs inside the actor.
 
     An asynchronous actor runs such calls on a fiber of Ray's, whose stack is a fraction of a
-    thread's: unpickling a checkpoint there overwrote what lay below it.
+    thread's: unpickling a checkpoint there overwrote what lay below it. The actor's loop is blocked
+    until the function returns: no other call of the actor runs meanwhile.
     """
     if threading.current_thread() is threading.main_thread():
         return function(actor, *args)
-    with ThreadPoolExecutor(1) as thread:
+    begin, torch = None, sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        # A new thread begins on device 0, whatever the caller's is.
+        begin = partial(torch.cuda.set_device, torch.cuda.current_device())
+    with ThreadPoolExecutor(1, initializer=begin) as thread:
         return thread.submit(function, actor, *args).result()
 
 

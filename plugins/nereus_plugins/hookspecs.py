@@ -9,14 +9,27 @@ from nereus_core.hookspecs import hookspec
 
 
 @hookspec(firstresult=True)
-def nereus_resume(name: str, handle: Any, part: str, folder: Path) -> int | None:
-    """Load a checkpoint that the framework could not load itself: of another number of ranks.
+def nereus_saved_ranks(name: str, handle: Any, part: str, folder: Path) -> int | None:
+    """Say how many ranks saved a checkpoint that the framework could not load itself.
 
     *handle* is the framework's own job, not yet attached to; *part* one of its models (``actor``,
-    ``critic``); *folder* what the framework is about to load. Returns the number of ranks that
-    saved it, or None where the framework loads it as ever. Stops at the first result that is not
-    None.
+    ``critic``); *folder* what the framework is about to load. None where the framework loads it as
+    ever. No rank is touched. Stops at the first result that is not None.
 
     Called on: the driver.
     Called when: a framework resumes a job with Nereus switched on, before it loads.
+    """
+
+
+@hookspec(firstresult=True)
+def nereus_resume(
+    name: str, handle: Any, part: str, folder: Path, ranks: int, timeout_s: float
+) -> bool | None:
+    """Load a checkpoint that *ranks* ranks saved on those that the job has; returns True.
+
+    Raises what goes wrong: from then on ranks may hold a part of it. Stops at the first result
+    that is not None.
+
+    Called on: the driver.
+    Called when: `nereus_saved_ranks` has named a number, with the same arguments.
     """

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from nereus_core.config import NereusConfig
 from nereus_core.registry import Registry
 from nereus_plugins import hookspecs
 from nereus_plugins.banner import refusal, say
@@ -69,9 +70,9 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
 
         def _load_checkpoint(self) -> Any:
             with ExitStack() as wrapped:
-                wrapped.enter_context(_any_world(self, "actor", self.actor_rollout_wg))
+                wrapped.enter_context(any_world(self, "actor", self.actor_rollout_wg, settings))
                 if self.use_critic:
-                    wrapped.enter_context(_any_world(self, "critic", self.critic_wg))
+                    wrapped.enter_context(any_world(self, "critic", self.critic_wg, settings))
                 return super()._load_checkpoint()
 
         def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,17 +116,26 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
 
 
 @contextmanager
-def _any_world(trainer: Any, part: str, group: Any) -> Iterator[None]:
+def any_world(trainer: Any, part: str, group: Any, settings: NereusConfig) -> Iterator[None]:
     """Let a worker group load what another number of ranks saved, where verl's own way cannot."""
     once = group.load_checkpoint
 
     def load(local_path: str, **kwargs: Any) -> Any:
-        registry = Registry.load()
-        registry.add_hookspecs(hookspecs)
         asked = {"handle": trainer, "part": part, "folder": Path(local_path)}
-        ranks = registry.ask(FRAMEWORK, "nereus_resume", **asked)
+        try:
+            registry = Registry.load()
+            registry.add_hookspecs(hookspecs)
+            ranks = registry.ask(FRAMEWORK, "nereus_saved_ranks", **asked)
+        except Exception as error:  # no rank has been touched: verl may load it yet
+            if settings.mode == "adapt":
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            say(f"[nereus] WARNING: {part}: verl loads {local_path} without Nereus. {reason}")
+            ranks = None
         if ranks is None:
             return once(local_path=local_path, **kwargs)
+        limit_s = settings.timeouts.step_s
+        registry.ask(FRAMEWORK, "nereus_resume", **asked, ranks=ranks, timeout_s=limit_s)
         say(f"[nereus] {part}: the checkpoint of {ranks} ranks was read by {group.world_size}")
         return None
 

@@ -49,6 +49,11 @@ PLANS = {
 UNLIMITED_BYTES = 1 << 40
 """A budget that nothing reaches: peaks are measured, no more."""
 JOB_S = 900
+"""For a job that hangs; chosen, not measured."""
+OUT_OF_MEMORY = "can't allocate memory"
+"""In the words of torch's DefaultCPUAllocator."""
+TAIL = 3000
+"""Characters shown of a job that ended otherwise than expected; chosen, not measured."""
 ENABLE = ("+nereus.enable=true",)
 ROOM = ("+nereus.backend.max_devices=4", "+nereus.policy.admission=never")
 
@@ -61,6 +66,8 @@ class Variant:
     switch: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
+    dies: bool = False
+    """Whether it is expected to die of memory."""
 
 
 def growing(steps: int) -> tuple[Variant, ...]:
@@ -79,13 +86,17 @@ def outgrowing() -> tuple[Variant, ...]:
     """Return the job that dies alone, and the same under Nereus."""
     fixed, env = outgrown.OVERRIDES, outgrown.environment()
     return (
-        Variant("alone, outgrown", fixed, env, outgrown.SHAPE),
+        Variant("alone, outgrown", fixed, env, outgrown.SHAPE, dies=True),
         Variant("adapted, outgrown", (*fixed, *ENABLE, *outgrown.SWITCH), env, outgrown.SHAPE),
     )
 
 
 def run(variant: Variant, assets: Path, work: Path, stem: str) -> dict[str, Any]:
-    """Run one job to its end, whatever that is; returns its figures."""
+    """Run one job to its end; returns its figures.
+
+    Raises:
+        SystemExit: it ended otherwise than expected; with the end of what it said.
+    """
     modules, env = ["verl_cpu.platform", "verl_cpu.rollout"], dict(variant.env)
     if "VERL_CPU_FORCED" in env:
         modules.append("verl_cpu.forced")
@@ -99,6 +110,11 @@ def run(variant: Variant, assets: Path, work: Path, stem: str) -> dict[str, Any]
     if ENABLE[0] in variant.switch:
         arguments.append(f"+nereus.run_dir={work}/run")
     ran = run_job(work, arguments, timeout_s=JOB_S, env=env)
+    died = bool(ran.returncode)
+    if died != variant.dies or (died and OUT_OF_MEMORY not in ran.output):
+        expected = f"a death with {OUT_OF_MEMORY!r}" if variant.dies else "0"
+        said = f"{variant.name} ended with {ran.returncode}, expected {expected}"
+        raise SystemExit(f"{said}: {ran.output[-TAIL:]}")
     row = {"job": variant.name, "exit_code": ran.returncode, **_steps(ran)}
     return row | _transitions(work / "run" / "events.jsonl")
 
@@ -107,7 +123,7 @@ def _steps(ran: Ran) -> dict[str, Any]:
     """Summarize what verl itself logged; the first step, in which all warm up, is left out."""
     seconds = [step["timing_s/step"] for step in ran.metrics]
     peaks = [step["actor/perf/max_memory_allocated_gb"] for step in ran.metrics]
-    died = [line for line in ran.output.splitlines() if "can't allocate memory" in line]
+    died = [line for line in ran.output.splitlines() if OUT_OF_MEMORY in line]
     found: dict[str, Any] = {"steps": len(seconds)}
     if ran.returncode:
         found["died of"] = died[-1].split("] ", 1)[-1][:200] if died else ran.output[-300:]
@@ -130,7 +146,9 @@ def _transitions(path: Path) -> dict[str, Any]:
         return {}
     events = [event for event, _ in read_events(path)]
     done = [event for event in events if isinstance(event, TransitionFinished)]
-    finished = next(event for event in events if isinstance(event, RunFinished))
+    finished = next((event for event in events if isinstance(event, RunFinished)), None)
+    if finished is None:
+        raise SystemExit(f"{path} has no RunFinished: the job ended without Nereus's own end.")
     admitted = [event for event in events if isinstance(event, Decided) and event.admitted]
     return {
         "transition_s": [round(event.elapsed_s, 2) for event in done],

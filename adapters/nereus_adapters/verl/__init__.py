@@ -66,10 +66,23 @@ def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> Ve
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own
-def nereus_resume(name: str, handle: object, part: str, folder: Path) -> int | None:
-    """Read a checkpoint that another number of ranks saved; every rank its own part of it."""
+def nereus_saved_ranks(name: str, handle: object, part: str, folder: Path) -> int | None:
+    """Say how many ranks saved a checkpoint, where verl cannot load it on those there are."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.resuming import saved_ranks
+
+    return saved_ranks(handle, part, folder)
+
+
+@hookimpl(optionalhook=True)
+def nereus_resume(
+    name: str, handle: object, part: str, folder: Path, ranks: int, timeout_s: float
+) -> bool | None:
+    """Read such a checkpoint; every rank its own part of it."""
     if name != NAME:
         return None
     from nereus_adapters.verl.resuming import resume
 
-    return resume(handle, part, folder)
+    resume(handle, part, folder, ranks, timeout_s)
+    return True

@@ -17,8 +17,9 @@ from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import CAPABILITIES, shards
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
+from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import job_of
-from nereus_adapters.verl.recorder import Recorder, SeenStep
+from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.settings import VerlSettings
@@ -57,7 +58,7 @@ from nereus_core.primitives import (
     sources,
 )
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, Job, ModelStage, Stage
+from nereus_core.workload import Job, ModelStage, Stage
 
 _ROLE_OF = {stage: role for role, stage in ROLES.items()}
 
@@ -90,6 +91,8 @@ class VerlAdapter(LedgerAdapter):
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self._linked = self._units
+        # Otherwise a replica frees its weights before the trainer computes.
+        self._resident = not trainer.config.actor_rollout_ref.rollout.free_cache_engine
         self._hybrid = () if self._refused else ranks.devices
         if self._hybrid:
             self._fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
@@ -126,8 +129,7 @@ class VerlAdapter(LedgerAdapter):
             stage_s={s: t for s, t in seen.stage_s.items() if s in job.workload.stages},
             prompt_tokens=seen.prompt_tokens,
             response_tokens=seen.response_tokens,
-            # Before its first step an optimizer has no moments: that peak is like no other.
-            peak_bytes=self._peaks(seen) if seen.follows else {},
+            peak_bytes=device_peaks(seen.peak_bytes, self._units, self._job, self._resident),
             healthy=healthy,
             metrics=seen.metrics,
             clip_ratio=seen.clip_ratio,
@@ -276,26 +278,6 @@ class VerlAdapter(LedgerAdapter):
                 raise Infeasible(f"{op}: {unit} is no run of verl's ranks.", op)
             if unit.layout.pp > 1:
                 raise Infeasible(f"{op}: verl's FSDP engine has no pipeline stages.", op)
-
-    # --- Inside -------------------------------------------------------------------------------
-
-    def _peaks(self, seen: SeenStep) -> dict[Device, int]:
-        """Charge every device of a stage with the largest allocation of its ranks.
-
-        verl reports what a trainer's own process allocates. The weights of a rollout replica lie
-        in another process, on the same device.
-        """
-        stages = {"actor": ACTOR_TRAIN, "critic": CRITIC_TRAIN}
-        peaks: dict[Device, int] = {}
-        for unit in self._units.values():
-            for role, peak in seen.peak_bytes.items():
-                if unit.model_stage == stages[role]:
-                    peaks |= {d: max(peak, peaks.get(d, 0)) for d in unit.devices}
-        each = self._job.precision.kept_bytes(Stage.GENERATE)
-        for unit in serving(self._units).values():
-            weights = each * self._job.model(unit.model_stage).num_params // len(unit.devices)
-            peaks |= {d: peaks[d] + weights for d in unit.devices if d in peaks}
-        return peaks
 
 
 def _serves(unit: Unit) -> bool:

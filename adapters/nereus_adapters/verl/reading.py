@@ -91,26 +91,37 @@ def shared_out(config: Any, *, critic: bool, reference: bool) -> int:
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     each, batch = int(rollout.n), int(config.data.train_batch_size)
+    dynamic, micro = actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu
     parts = [
-        (int(actor.ppo_mini_batch_size), actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu),
-        (batch, actor.use_dynamic_bsz, rollout.log_prob_micro_batch_size_per_gpu),
+        (actor, int(actor.ppo_mini_batch_size), dynamic, micro),
+        (actor, batch, dynamic, rollout.log_prob_micro_batch_size_per_gpu),
     ]
     if reference:
         ref = config.actor_rollout_ref.ref
         micro = ref.get("log_prob_micro_batch_size_per_gpu")
-        parts.append((batch, ref.get("log_prob_use_dynamic_bsz", False), micro))
+        parts.append((ref, batch, ref.get("log_prob_use_dynamic_bsz", False), micro))
     if critic:
         own, micro = config.critic, config.critic.ppo_micro_batch_size_per_gpu
-        parts.append((int(own.ppo_mini_batch_size), own.use_dynamic_bsz, micro))
+        parts.append((own, int(own.ppo_mini_batch_size), own.use_dynamic_bsz, micro))
         forward = own.get("forward_micro_batch_size_per_gpu") or micro
-        parts.append((batch, own.use_dynamic_bsz, forward))
-    ulysses = int(actor.get("ulysses_sequence_parallel_size", 1))
+        parts.append((own, batch, own.use_dynamic_bsz, forward))
     return math.gcd(
         *(
-            prompts * each * ulysses // (1 if dynamic or not micro else int(micro))
-            for prompts, dynamic, micro in parts
+            prompts * each * ulysses(part) // (1 if dynamic or not micro else int(micro))
+            for part, prompts, dynamic, micro in parts
         )
     )
+
+
+def ulysses(part: Any) -> int:
+    """Return the ranks that share a sequence of the actor, the reference or the critic.
+
+    verl has the key twice, the old one beside the engine's (``fsdp_config``, ``fsdp`` for the
+    critic), and takes the old one over into the other where it is more than 1.
+    """
+    engines = (part, part.get("fsdp_config"), part.get("fsdp"))
+    degrees = (e.get("ulysses_sequence_parallel_size") for e in engines if e is not None)
+    return max(1, *(int(degree or 1) for degree in degrees))
 
 
 def _has_reference(trainer: Any) -> bool:

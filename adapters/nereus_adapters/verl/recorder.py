@@ -41,10 +41,9 @@ class SeenStep:
     response_tokens: TokenStats
     clip_ratio: float | None
     peak_bytes: Mapping[str, int]
-    """Largest allocation of any rank, by role."""
+    """Largest allocation of any rank, by role. The first of each role is left out: its optimizer
+    had no moments yet, so that peak is like no other."""
     metrics: Mapping[str, float]
-    follows: bool
-    """Whether this job has trained before it, with these optimizers."""
 
 
 class Recorder:
@@ -62,7 +61,7 @@ class Recorder:
         self._last: tuple[Any, Mapping[str, Any]] | None = None
         self._earlier: Mapping[str, float] = {}
         self._out_s = 0.0
-        self._follows = False
+        self._trained: set[str] = set()
         trainer.step = self._recorded
 
     def stop(self) -> None:
@@ -84,7 +83,6 @@ class Recorder:
         aside_s = self._earlier.get("testing", 0.0) + timing.get("save_checkpoint", 0.0)
         step_s = now_s - self._begun_s - self._out_s - aside_s
         self._begun_s, self._last, self._out_s, self._earlier = now_s, None, 0.0, timing
-        follows, self._follows = self._follows, True
         tags = [tag for tag in batch.tags if not tag.get("is_padding", False)]
         responses = [int(tag["response_len"]) for tag in tags if "response_len" in tag]
         stage_s: dict[ModelStage, float] = {}
@@ -98,18 +96,23 @@ class Recorder:
             TokenStats.of([int(tag["prompt_len"]) for tag in tags if "prompt_len" in tag]),
             TokenStats.of(responses),
             clip_ratio(responses, self._limit),
-            {
-                role: int(float(metrics[f"{role}/{_PEAK}"]) * 2**30)
-                for role in ("actor", "critic")
-                if f"{role}/{_PEAK}" in metrics
-            },
+            self._peaks(metrics),
             {
                 key: float(metrics[key])
                 for key in (*_REPORTED, *_REPORTED_TRAINING)
                 if key in metrics
             },
-            follows,
         )
+
+    def _peaks(self, metrics: Mapping[str, Any]) -> dict[str, int]:
+        found = {
+            role: int(float(metrics[f"{role}/{_PEAK}"]) * 2**30)
+            for role in ("actor", "critic")
+            if f"{role}/{_PEAK}" in metrics
+        }
+        again = {role: peak for role, peak in found.items() if role in self._trained}
+        self._trained |= set(found)
+        return again
 
     def _recorded(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         if self._begun_s is None:

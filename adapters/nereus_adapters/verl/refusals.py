@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from nereus_adapters.verl.reading import ulysses
+
 
 def refusals(trainer: Any) -> tuple[str, ...]:
     """Say why a trainer can be watched but not changed; empty where it can be.
@@ -24,11 +26,15 @@ def _of(config: Any, trainer: Any) -> Iterator[str]:
     for role, part in parts.items():
         if str(part.strategy) != "fsdp2":
             yield f"the {role}'s engine is {part.strategy}; only fsdp2 is rebuilt from shards"
-        degree = int(part.get("ulysses_sequence_parallel_size", 1) or 1)
+        degree = ulysses(part)
         if degree > 1:
             yield f"the {role} uses Ulysses sequence parallelism over {degree} ranks"
-    if config.actor_rollout_ref.model.get("lora_rank", 0):
-        yield "LoRA adapters are not among the states that are moved"
+    models = {"actor": config.actor_rollout_ref.model}
+    if trainer.use_critic:
+        models["critic"] = config.critic.get("model", {})
+    for role, model in models.items():
+        if model.get("lora_rank", 0):
+            yield f"the {role}'s LoRA adapters are not among the states that are moved"
     rollout = config.actor_rollout_ref.rollout
     for name in ("pipeline_model_parallel_size", "data_parallel_size"):
         if int(rollout.get(name, 1) or 1) > 1:

@@ -2,11 +2,12 @@
 
 verl names its files after the number of ranks, and loads no other (verl#1377, #2265). Here every
 rank reads, out of all files and through memory maps, the rows that it holds itself; nothing is
-gathered and nothing is written. `load` runs inside verl's worker processes.
+gathered and nothing is written. `load` and what it calls run inside verl's worker processes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,39 +19,66 @@ import torch
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import take_optimizer
-from nereus_adapters.verl.shards import Held, local, local_box
+from nereus_adapters.verl.shards import Held, local, local_box, no_step, not_adam
 from nereus_core.cluster import Device
 from nereus_core.errors import PrimitiveError
 from nereus_core.state import Box
 
-LOAD_S = 3600.0
-"""For all ranks to read their parts from disk; chosen, not measured."""
-_FIRST = re.compile(r"model_world_size_(\d+)_rank_0\.pt")
+_FIRST = re.compile(r"(?:model|optim|extra_state)_world_size_(\d+)_rank_0\.pt")
+_LAST = "fsdp_config.json"
+"""What verl writes beside each save, over the one before: ``world_size`` is of the last save.
+Source: verl.utils.checkpoint.fsdp_checkpoint_manager.FSDPConfig."""
 _STEP = "step"
 
 
-def resume(trainer: Any, role: str, folder: Path) -> int | None:
-    """Load one role's checkpoint where verl itself would find no file of its own.
+def saved_ranks(trainer: Any, role: str, folder: Path) -> int | None:
+    """Say how many ranks saved a checkpoint that verl cannot load itself; None where it can.
 
     Args:
-        trainer: verl's, with its workers; the session need not have begun.
+        trainer: verl's, with its workers; the session need not have begun. None is asked.
         role: ``actor`` or ``critic``.
         folder: What verl would load, e.g. ``global_step_4/actor``.
 
-    Returns:
-        The number of ranks that saved it; None where verl loads it as ever.
+    Raises:
+        PrimitiveError: the folder does not tell which of several sets of files counts.
     """
-    workers = trainer.actor_rollout_wg.workers
-    saved = sorted(int(m[1]) for f in folder.iterdir() if (m := _FIRST.fullmatch(f.name)))
     part = trainer.config.critic if role == "critic" else trainer.config.actor_rollout_ref.actor
-    if len(workers) in saved or not saved or str(part.strategy) != "fsdp2":
-        return None
-    ranks = {Device("rank", rank): worker for rank, worker in enumerate(workers)}
+    if str(part.strategy) != "fsdp2" or not folder.is_dir():
+        return None  # another engine's, or a remote folder, which verl copies first
+    world = world_of(folder)
+    return None if world == len(trainer.actor_rollout_wg.workers) else world
+
+
+def world_of(folder: Path) -> int | None:
+    """Return the number of ranks that saved a folder last; None where there is nothing of verl's.
+
+    Raises:
+        PrimitiveError: as `saved_ranks` says.
+    """
+    sizes = sorted({int(m[1]) for f in folder.iterdir() if (m := _FIRST.fullmatch(f.name))})
+    last = folder / _LAST
+    if sizes and last.is_file():
+        size = int(json.loads(last.read_text())["world_size"])
+        if size not in sizes:
+            raise PrimitiveError(
+                f"{last} says that {size} ranks saved it, but there are files of {sizes} only."
+            )
+        return size
+    if len(sizes) > 1:
+        raise PrimitiveError(
+            f"{folder} holds files of {sizes} ranks and no {_LAST}, which says whose are the last; "
+            "move those of the others elsewhere."
+        )
+    return sizes[0] if sizes else None
+
+
+def resume(trainer: Any, role: str, folder: Path, ranks: int, timeout_s: float) -> None:
+    """Load one role's checkpoint that ``ranks`` ranks saved, on all ranks there are."""
+    workers = enumerate(trainer.actor_rollout_wg.workers)
     call_all(
-        ranks, load, role, str(folder), saved[-1],
-        awaited=f"the checkpoint {folder}", timeout_s=LOAD_S,
+        {Device("rank", rank): worker for rank, worker in workers}, load, role, str(folder), ranks,
+        awaited=f"the checkpoint {folder}", timeout_s=timeout_s,
     )  # fmt: skip
-    return saved[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +91,34 @@ class Piece:
 
 def load(worker: Any, role: str, folder: str, world: int) -> None:
     """Give this rank's engine its part of what ``world`` ranks saved."""
-    engine = next(held.engine for name, held in training_workers(worker) if name == role)
-    path, rank = Path(folder), int(engine.rank)
+    engine = next((held.engine for name, held in training_workers(worker) if name == role), None)
+    if engine is None:
+        raise PrimitiveError(f"this process has no engine of the {role}, which {folder} is for.")
+    fill_engine(engine, role, Path(folder), world)
+
+
+def fill_engine(engine: Any, role: str, path: Path, world: int) -> None:
+    """Load what the job's ``checkpoint.load_contents`` asks for, and open no other file.
+
+    Source of what depends on what: FSDPCheckpointManager.load_checkpoint.
+    """
+    manager = engine.checkpoint_manager
+    if manager.should_load_model:
+        _take_model(engine, path, world)
+    if manager.should_load_optimizer:
+        if engine.optimizer is None:
+            raise PrimitiveError(f"checkpoint.load_contents has optimizer; the {role} has none.")
+        optimizers = [_read(path, "optim", world, r) for r in range(world)]
+        take_optimizer(engine, _moments(engine, role, optimizers))
+    if manager.should_load_extra:
+        extras = _read(path, "extra_state", world, int(engine.rank) % world)
+        if "rng" in extras:
+            manager.load_rng_state(extras["rng"])
+        if extras["lr_scheduler"] is not None and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(extras["lr_scheduler"])
+
+
+def _take_model(engine: Any, path: Path, world: int) -> None:
     models = [_read(path, "model", world, r) for r in range(world)]
     wanted = dict(engine.module.named_parameters()) | dict(engine.module.named_buffers())
     for name, tensor in wanted.items():
@@ -73,21 +127,11 @@ def load(worker: Any, role: str, folder: str, world: int) -> None:
             fill(local(tensor), local_box(tensor), pieces, name)
         elif isinstance(tensor, torch.nn.Parameter):
             raise PrimitiveError(f"{path} holds no {name}: it is of another model.")
-    del models
-    extras = _read(path, "extra_state", world, rank % world)
-    state = Held(role, {}, {}, {})
-    if extras.get("lr_scheduler") is not None:
-        state.extras["lr_scheduler"] = extras["lr_scheduler"]
-    if engine.optimizer is not None:
-        optimizers = [_read(path, "optim", world, r) for r in range(world)]
-        _take_moments(engine, state, optimizers)
-        take_optimizer(engine, state)
-    if "rng" in extras:
-        engine.checkpoint_manager.load_rng_state(extras["rng"])
 
 
-def _take_moments(engine: Any, state: Held, saved: list[Mapping[str, Any]]) -> None:
+def _moments(engine: Any, role: str, saved: list[Mapping[str, Any]]) -> Held:
     """Read moments, steps and hyper-parameters, by the place of each parameter in its group."""
+    state = Held(role, {}, {}, {})
     names = {id(p): name for name, p in engine.module.named_parameters()}
     own = engine.optimizer.param_groups
     state.extras["groups"] = [
@@ -98,15 +142,21 @@ def _take_moments(engine: Any, state: Held, saved: list[Mapping[str, Any]]) -> N
             if index not in saved[0]["state"]:
                 continue  # it has not had a gradient yet
             name, box = names[id(parameter)], local_box(parameter)
-            for slot, value in saved[0]["state"][index].items():
+            slots = saved[0]["state"][index]
+            if _STEP not in slots:
+                raise no_step(name)
+            for slot, value in slots.items():
                 if slot == _STEP:
                     state.counters[name] = float(value)
                     continue
+                if not torch.is_tensor(value) or value.shape != parameter.shape:
+                    raise not_adam(slot, name)
                 pieces = [_piece(part["state"][index][slot], r) for r, part in enumerate(saved)]
                 room = torch.empty(box.shape, dtype=pieces[0].tensor.dtype)
                 fill(room, box, pieces, f"{slot} of {name}")
                 state.tensors[slot, name] = room
             state.boxes[name], state.shapes[name] = box, tuple(parameter.shape)
+    return state
 
 
 def fill(room: torch.Tensor, box: Box, pieces: list[Piece], what: str) -> None:

@@ -7,6 +7,7 @@ from nereus_core.declaration import Seam
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _WORKERS = "verl.workers.engine_workers"
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+_CHECKPOINTS = "verl.utils.checkpoint.checkpoint_manager"
 
 SEAMS = (
     # What the plugin turns: trainers by mode, their loop, its boundary, its metrics.
@@ -73,11 +74,11 @@ SEAMS = (
         "FSDPCheckpointManager.load_checkpoint",
         ("self", "local_path"),
     ),
-    Seam(
-        "verl.utils.checkpoint.checkpoint_manager",
-        "BaseCheckpointManager.load_rng_state",
-        ("rng_state",),
-    ),
+    Seam("verl.utils.checkpoint.fsdp_checkpoint_manager", "FSDPConfig"),
+    Seam(_CHECKPOINTS, "BaseCheckpointManager.load_rng_state", ("rng_state",)),
+    Seam(_CHECKPOINTS, "BaseCheckpointManager.should_load_model"),
+    Seam(_CHECKPOINTS, "BaseCheckpointManager.should_load_optimizer"),
+    Seam(_CHECKPOINTS, "BaseCheckpointManager.should_load_extra"),
     # Rollout replicas, their balancer, and the trainers' side of the weight synchronization.
     Seam("verl.workers.rollout.base", "get_rollout_class", ("rollout_name", "mode")),
     Seam("verl.workers.rollout.replica", "RolloutMode"),

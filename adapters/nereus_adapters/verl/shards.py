@@ -20,6 +20,7 @@ from nereus_core.state import Box, Slot
 Part = tuple[str, str, Box]
 """Slot, tensor and box of a piece of state."""
 _STEP = "step"
+_EXPECTED = "expected Adam or a kin of it"
 
 
 @dataclass(slots=True)
@@ -81,12 +82,24 @@ def of_engine(role: str, engine: Any) -> Held:
             elif torch.is_tensor(value) and value.shape == parameter.shape:
                 found.tensors[key, name] = local(value)
             else:
-                raise PrimitiveError(
-                    f"optimizer state {key!r} of {name} is neither a step nor shaped as its "
-                    "parameter; expected Adam or a kin of it."
-                )
+                raise not_adam(key, name)
+        if states.get(parameter) and name not in found.counters:
+            raise no_step(name)
     found.extras = _extras(engine)
     return found
+
+
+def not_adam(slot: str, name: str) -> PrimitiveError:
+    """Build the error for optimizer state that is not known how to cut."""
+    return PrimitiveError(
+        f"optimizer state {slot!r} of {name} is neither a step nor shaped as its parameter; "
+        f"{_EXPECTED}."
+    )
+
+
+def no_step(name: str) -> PrimitiveError:
+    """Build the error for optimizer state that does not say how many steps it has taken."""
+    return PrimitiveError(f"optimizer state of {name} has no step; {_EXPECTED}.")
 
 
 def _extras(engine: Any) -> dict[str, Any]:

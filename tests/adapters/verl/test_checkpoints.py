@@ -23,8 +23,8 @@ def test_a_checkpoint_of_four_ranks_is_read_by_two_and_said_so(jobs):
     assert job.outcome == "done"
 
 
-def test_stock_verl_alone_refuses_another_number_of_ranks(jobs):
-    """Why `resumed` needs Nereus: verl names its files after the number of ranks."""
+def test_verls_files_are_named_after_the_number_of_ranks(jobs):
+    """Why `resumed` needs Nereus: two ranks of verl alone look for files of two."""
     saved = jobs("forced-grpo").work / "checkpoints" / "global_step_3" / "actor"
     assert sorted(f.name for f in saved.glob("model_world_size_*")) == [
         f"model_world_size_4_rank_{rank}.pt" for rank in range(4)
@@ -39,7 +39,7 @@ def test_a_changed_job_strays_no_further_than_fixed_jobs_do(jobs, record_propert
     record_property("fixed", stray)
     record_property("changed", changed)
     print(f"fixed jobs differ by up to {stray:.2g} of a figure, the changed one by {changed:.2g}")
-    assert changed <= max(5 * stray, 1e-6)
+    assert changed <= max(5 * stray, 1e-5)
 
 
 def stray_from(expected, found):

@@ -10,11 +10,13 @@ from omegaconf import OmegaConf
 
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.moving import shard_boxes
+from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec, shared_out
+from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.resuming import Piece, fill
-from nereus_adapters.verl.shards import digest
+from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.standing import Ranks, train_units
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
@@ -22,7 +24,7 @@ from nereus_core.errors import ConfigError, PlanError, PrimitiveError
 from nereus_core.layout import Layout
 from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ACTOR_TRAIN, REF_INFER
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, FLOAT32, REF_INFER
 
 pytestmark = pytest.mark.real
 
@@ -112,7 +114,7 @@ def test_a_device_is_known_by_its_name_or_by_the_key():
         device_spec(facts(), "h100")
 
 
-def config(*, micro=8, dynamic=False, critic_mini=8, **more):
+def config(*, micro=8, dynamic=False, critic_mini=8, critic=None, **more):
     actor = {
         "ppo_mini_batch_size": 8,
         "use_dynamic_bsz": dynamic,
@@ -123,6 +125,7 @@ def config(*, micro=8, dynamic=False, critic_mini=8, **more):
         "ppo_mini_batch_size": critic_mini,
         "use_dynamic_bsz": dynamic,
         "ppo_micro_batch_size_per_gpu": 2,
+        **(critic or {}),
     }
     rollout = {"n": 4, "log_prob_micro_batch_size_per_gpu": 4}
     parts = {"actor": actor, "rollout": rollout, "ref": {"log_prob_micro_batch_size_per_gpu": 2}}
@@ -139,6 +142,14 @@ def config(*, micro=8, dynamic=False, critic_mini=8, **more):
         (config(dynamic=True), False, 32),  # the reference's micro-batches are fixed all the same
         (config(critic_mini=6), True, 4),
         (config(ulysses_sequence_parallel_size=2), False, 8),
+        (config(fsdp_config={"ulysses_sequence_parallel_size": 2}), False, 8),
+        (config(critic_mini=2), True, 4),  # 2 prompts x 4 responses, 2 at a time
+        (config(micro=2, critic_mini=2, critic={"ulysses_sequence_parallel_size": 2}), True, 8),
+        (
+            config(micro=2, critic_mini=2, critic={"fsdp": {"ulysses_sequence_parallel_size": 2}}),
+            True,
+            8,
+        ),
     ],
 )
 def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, expected):
@@ -169,7 +180,20 @@ def trainer(**changes):
         ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
         ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
         ({"actor": {"ulysses_sequence_parallel_size": 2}}, "Ulysses sequence parallelism over 2"),
-        ({"model": {"lora_rank": 8}}, "LoRA"),
+        (
+            {"actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}},
+            "the actor uses Ulysses sequence parallelism over 2",
+        ),
+        (
+            {"critic": {"ulysses_sequence_parallel_size": 4}},
+            "the critic uses Ulysses sequence parallelism over 4",
+        ),
+        (
+            {"critic": {"fsdp": {"ulysses_sequence_parallel_size": 4}}},
+            "the critic uses Ulysses sequence parallelism over 4",
+        ),
+        ({"model": {"lora_rank": 8}}, "the actor's LoRA"),
+        ({"critic": {"model": {"lora_rank": 8}}}, "the critic's LoRA"),
         ({"rollout": {"data_parallel_size": 2}}, "data_parallel_size=2"),
     ],
 )
@@ -210,3 +234,35 @@ def piece_of(whole, ranks, rank):
     unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
     box = shard_boxes({"w": tuple(whole.shape)}, unit)[rank]["w"]
     return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
+
+
+def test_the_first_peak_of_each_role_is_left_out():
+    step = SimpleNamespace(tags=[{"prompt_len": 2, "response_len": 3}])
+    job = SimpleNamespace(step=lambda metrics, timing: step, timing_raw={}, global_steps=1)
+    recorder, peaks = Recorder(job, 8), []
+    warming = {"critic/perf/max_memory_allocated_gb": 1.0}
+    both = {**warming, "actor/perf/max_memory_allocated_gb": 2.0}
+    for metrics in (warming, warming, both, both):  # verl's trainer.critic_warmup
+        job.step(metrics, {})
+        peaks.append(recorder.drained().peak_bytes)
+    critic, actor = 2**30, 2**31
+    assert peaks == [{}, {"critic": critic}, {"critic": critic}, {"critic": critic, "actor": actor}]
+
+
+@pytest.mark.parametrize(("resident", "weights"), [(True, 4 * 1000 // 2), (False, 0)])
+def test_a_replicas_weights_count_only_while_they_are_on_the_device(resident, weights):
+    job = SimpleNamespace(precision=FLOAT32, model=lambda _: SimpleNamespace(num_params=1000))
+    trained = Unit(UnitId(ACTOR_TRAIN, 0), Layout(2, 1), DEVICES[:2])
+    replica = Unit(UnitId(ACTOR_GENERATE, 0), Layout(2, 1), DEVICES[:2])
+    found = device_peaks({"actor": 7000}, UnitMap([trained, replica]), job, resident)
+    assert found == dict.fromkeys(DEVICES[:2], 7000 + weights)
+
+
+def test_an_optimizer_without_steps_is_refused_by_name():
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    engine = SimpleNamespace(module=module, optimizer=optimizer)
+    module(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(PrimitiveError, match="of weight has no step; expected Adam"):
+        of_engine("actor", engine)

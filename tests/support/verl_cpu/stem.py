@@ -39,7 +39,12 @@ MODULES = (
     "transformers.models.qwen2.modeling_qwen2",
     "uvicorn",
 )
-READY_S = 120
+READY_S = 300
+"""Until the stem has imported all that. Chosen, not measured."""
+ASKED_S = 30
+"""Until a process that has connected has said what it wants. Chosen, not measured."""
+END_S = 30
+"""Until the stem has ended when its input closes. Chosen, not measured."""
 
 
 @contextmanager
@@ -58,14 +63,22 @@ def warm(folder, environment):
         alarm.start()
         try:
             if process.stdout.readline() != b"ready\n":
-                said = (folder / "stem.log").read_text()[-2000:]
-                raise TimeoutError(f"waited {READY_S} s for the stem of verl's processes: {said}")
+                process.kill()  # of no effect on one that has ended
+                code, said = process.wait(END_S), (folder / "stem.log").read_text()[-2000:]
+                raise RuntimeError(
+                    f"the stem of verl's processes was not ready within {READY_S} s; "
+                    f"it ended with {code}: {said}"
+                )
             alarm.cancel()
             yield f"{sys.executable} -I -S {Path(__file__).with_name('sprout.py')} {path}"
         finally:
             alarm.cancel()
             process.stdin.close()
-            process.wait(READY_S)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(END_S)
             process.stdout.close()
 
 
@@ -95,8 +108,14 @@ def serve(path):
             _reap(lines)
         if listener in ready:
             line, _ = listener.accept()
-            pid = _fork(line, listener)
-            lines[pid] = line
+            line.settimeout(ASKED_S)
+            data, fds = _asked(line)
+            if data.endswith(b"\n"):
+                lines[_fork(data, fds, line, listener)] = line
+            else:
+                line.close()  # whoever it was has ended, or says nothing
+            for fd in fds:
+                os.close(fd)
 
 
 def _reap(lines):
@@ -108,18 +127,22 @@ def _reap(lines):
             line.send(str(os.waitstatus_to_exitcode(status) & 0xFF).encode())
 
 
-def _fork(line, listener):
+def _asked(line):
+    """Return a request and its files; one without an end where the other side has gone."""
     data, fds = b"", []
-    while not data.endswith(b"\n"):
-        more, received, _, _ = socket.recv_fds(line, 1 << 20, 3)
-        data, fds = data + more, fds + received
-        if not more:
-            break
+    with suppress(OSError):
+        while not data.endswith(b"\n"):
+            more, received, _, _ = socket.recv_fds(line, 1 << 20, 3)
+            data, fds = data + more, fds + received
+            if not more:
+                break
+    return data, fds
+
+
+def _fork(data, fds, line, listener):
     stem = os.getpid()
     pid = os.fork()
     if pid:
-        for fd in fds:
-            os.close(fd)
         return pid
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
