@@ -54,7 +54,7 @@ def _let_fork_server_end() -> None:
 
     Held here, it would keep the server, and so this process, alive when that one is killed.
     """
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
