@@ -14,7 +14,7 @@ pytestmark = pytest.mark.real
 CAUSES = (
     "ended .* during digests of actor/train",
     "ended .* during the weight-sync group of 1 engines",
-    "(weight-sync group of|broadcast of weights to) 1 engines .* 60",
+    "waited 60 s for the (weight-sync group of|broadcast of weights to) 1 engines",
 )
 """What is awaited when a rank dies, an engine dies, an engine hangs."""
 
