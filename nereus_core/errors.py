@@ -106,10 +106,10 @@ class NoSuchAdapter(AdapterError):
 
 
 class DuplicateAdapter(AdapterError):
-    """Two distributions declare the same adapter name."""
+    """Two distributions declare the same name of an adapter, or of a framework."""
 
-    def __init__(self, name: str, first: str, second: str) -> None:
-        super().__init__(f"adapter {name!r} comes from both {first} and {second}; uninstall one.")
+    def __init__(self, name: str, first: str, second: str, kind: str = "adapter") -> None:
+        super().__init__(f"{kind} {name!r} comes from both {first} and {second}; uninstall one.")
 
 
 class BackendMissing(AdapterError):

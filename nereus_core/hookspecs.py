@@ -96,7 +96,8 @@ def nereus_run_framework(
     """Run a framework's own command with Nereus in it; None when the name is not yours.
 
     *keys* are nested keys of the configuration, *arguments* the framework's own, untouched. Returns
-    an exit code. Stops at the first result that is not None.
+    an exit code. Stops at the first result that is not None; only the plugin whose
+    `nereus_frameworks` names the framework is called.
 
     Called on: the driver.
     Called when: ``nereus run --NAME -- ARGUMENTS``, once.

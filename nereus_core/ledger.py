@@ -45,6 +45,9 @@ from nereus_core.primitives import (
 from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
 
+Fault = Callable[[Primitive, Phase, UnitMap], None]
+"""Told of a primitive, a phase and the units that can be read; may break something, or raise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -108,6 +111,7 @@ class Ledger:
         op: Primitive,
         standing: Callable[[], Standing],
         do: Callable[[Primitive, UnitMap, Enter], Done],
+        fault: Fault | None = None,
     ) -> Receipt:
         """Perform a primitive once.
 
@@ -117,6 +121,7 @@ class Ledger:
             do: Does it, given the units that state can be read from, and says ``enter(phase)`` as
                 each phase begins. What it raises leaves no receipt, so that the same op may be
                 tried again.
+            fault: Told of each phase after whoever watches.
 
         Raises:
             Unsupported: not declared.
@@ -142,14 +147,19 @@ class Ledger:
             self._at_work[op.op_id] = touched(op, units)
         late: list[BaseException] = []
 
+        def struck(op: Primitive, phase: Phase) -> None:
+            if fault is not None:
+                fault(op, phase, units)
+
         def enter(phase: Phase) -> None:
-            try:
-                if self._on_phase is not None:
-                    self._on_phase(op, phase)
-            except BaseException as error:
-                if phase.may_abort:
-                    raise
-                late.append(error)
+            for told in (self._on_phase, struck):
+                try:
+                    if told is not None:
+                        told(op, phase)
+                except BaseException as error:
+                    if phase.may_abort:
+                        raise
+                    late.append(error)
 
         try:
             start_s = self._clock()

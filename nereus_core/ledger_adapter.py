@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from nereus_core.adapter import Receipt
 from nereus_core.errors import PlanError, UnitLost
-from nereus_core.ledger import Done, Ledger, Standing
-from nereus_core.phases import Enter, Phase, PhaseHook
+from nereus_core.ledger import Done, Fault, Ledger, Standing
+from nereus_core.phases import Enter, PhaseHook
 from nereus_core.plan import Placement, Plan, check_plan
 from nereus_core.primitives import Destroy, Extend, Merge, Primitive, Split
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job
-
-Fault = Callable[[Primitive, Phase, UnitMap], None]
-"""Told of a primitive, a phase and the units that can be read; may break something, or raise."""
 
 
 class LedgerAdapter(ABC):
@@ -31,7 +27,10 @@ class LedgerAdapter(ABC):
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.fault: Fault | None = None
-        """Called as each phase of a primitive begins, after whoever watches: for a harness."""
+        """Called as each phase of a primitive begins, after whoever watches: for a harness.
+
+        What it raises counts as what a `PhaseHook` raises.
+        """
 
     @abstractmethod
     def _standing(self) -> Standing:
@@ -59,7 +58,7 @@ class LedgerAdapter(ABC):
 
     def perform(self, op: Primitive) -> Receipt:
         """Perform any primitive; raises what `Ledger.perform` does."""
-        return self._ledger.perform(op, self._standing, self._do_struck)
+        return self._ledger.perform(op, self._standing, self._do, self.fault)
 
     def watch(self, on_phase: PhaseHook | None) -> None:
         """Tell ``on_phase`` from now on as each phase of a primitive begins."""
@@ -67,17 +66,6 @@ class LedgerAdapter(ABC):
 
     def close(self) -> None:  # noqa: B027  (most adapters hold nothing)
         """Hold nothing: the job is not the adapter's."""
-
-    def _do_struck(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
-        fault = self.fault
-        if fault is None:
-            return self._do(op, units, enter)
-
-        def both(phase: Phase) -> None:
-            enter(phase)
-            fault(op, phase, units)
-
-        return self._do(op, units, both)
 
 
 def alive(unit: UnitId, units: UnitMap) -> Unit:

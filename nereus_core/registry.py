@@ -251,25 +251,39 @@ class Registry:
         return adapter
 
     def frameworks(self) -> tuple[str, ...]:
-        """Return the frameworks whose own command a plugin can run, sorted."""
-        found = [self._call(plugin, "nereus_frameworks") for plugin in self._plugins]
-        return tuple(sorted({name for names in found for some in names for name in some}))
+        """Return the frameworks whose own command a plugin can run, sorted.
+
+        Raises:
+            DuplicateAdapter: two plugins name one framework.
+        """
+        return tuple(sorted(self._runners()))
+
+    def _runners(self) -> dict[str, Plugin]:
+        found: dict[str, Plugin] = {}
+        for plugin in self._plugins:
+            for names in self._call(plugin, "nereus_frameworks"):
+                for name in names:
+                    if (first := found.setdefault(name, plugin)) is not plugin:
+                        raise DuplicateAdapter(name, str(first), str(plugin), "framework")
+        return found
 
     def run_framework(self, name: str, keys: Mapping[str, object], arguments: Sequence[str]) -> int:
         """Run a framework's own command with Nereus in it; returns its exit code.
 
         Raises:
             AdapterError: no installed plugin runs that framework.
+            DuplicateAdapter: two plugins name one framework.
         """
-        code: int | None = self._manager.hook.nereus_run_framework(
-            name=name, keys=keys, arguments=arguments
-        )
+        runners, code = self._runners(), None
+        if name in runners:
+            run = self._caller(runners[name], "nereus_run_framework")
+            code = run(name=name, keys=keys, arguments=arguments)
         if code is None:
-            known = ", ".join(self.frameworks()) or "none"
+            known = ", ".join(sorted(runners)) or "none"
             raise AdapterError(
                 f"no installed plugin runs {name!r}; those that can be run: {known}."
             )
-        return code
+        return int(code)
 
     def add_hookspecs(self, specs: ModuleType) -> None:
         """Add a room's own hooks; adding the same specs again does nothing."""

@@ -20,16 +20,13 @@ class OfFramework(TyperCommand):
         """Keep back what belongs to the framework; everything else is parsed as always."""
         if "--" in args:
             at = args.index("--")
-            named = [word for word in args[:at] if word.removeprefix("--") in _frameworks()]
+            flags = {f"--{name}": name for name in Registry.load().frameworks()}
+            named = [word for word in args[:at] if word in flags]
             if len(named) == 1:
-                ctx.meta[_NAME] = named[0].removeprefix("--")
+                ctx.meta[_NAME] = flags[named[0]]
                 ctx.meta[_ARGUMENTS] = args[at + 1 :]
                 args = [word for word in args[:at] if word != named[0]]
         return super().parse_args(ctx, args)
-
-
-def _frameworks() -> tuple[str, ...]:
-    return Registry.load().frameworks()
 
 
 def named_framework(ctx: typer.Context) -> str | None:

@@ -75,9 +75,14 @@ def run(
 
     A framework's own job, whose flags stand behind --; CONFIG may be left out:
 
-      nereus run --openrlhf --mode advise -- --actor.model_name_or_path ...
+      nereus run --FRAMEWORK [CONFIG] --mode advise -- FLAGS
     """
     if named_framework(ctx) is not None:
+        own = {"--resume": resume is not None, "--steps": steps is not None, "--quiet": quiet}
+        if given := [option for option, is_given in own.items() if is_given]:
+            raise typer.BadParameter(
+                f"{', '.join(given)}: not with a framework's own job; expected its flags behind --"
+            )
         keys = _keys(config, assign or [], adapter, mode, run_dir)
         return run_framework(ctx, keys)
     if config is None:
@@ -131,11 +136,11 @@ def _keys(
     run_dir: Path | None,
 ) -> dict[str, Any]:
     """Write what the command line says as keys that a plugin reads."""
-    given = {"config": config, "adapter": adapter, "mode": mode, "run_dir": run_dir}
-    keys = {key: value for key, value in given.items() if value is not None}
+    keys: dict[str, Any] = {}
     for text in assignments:
         keys = _merged(keys, _assignment(text))
-    return keys
+    given = {"config": config, "adapter": adapter, "mode": mode, "run_dir": run_dir}
+    return keys | {key: value for key, value in given.items() if value is not None}
 
 
 def _assignment(text: str) -> dict[str, Any]:

@@ -156,7 +156,8 @@ def primitive_work(
         op: the primitive.
         units: every unit that it names, alive or parked; of a source that is not among them
             nothing is on any device.
-        parked: units whose state lies in host memory.
+        parked: units whose state lies in host memory. An Extend that reads a unit alive as well is
+            priced as if all that it reads were on devices.
     """
     work = Work(1)
     work.add(OpClass.FIXED, _PRIMITIVE_S)

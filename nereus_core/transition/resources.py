@@ -46,7 +46,7 @@ def ordered(
             break
         except Dismantle as found:
             nodes = _dismantled(nodes, found.node)
-    sequence = soonest(draft, sequence, job, Room(job, units) if tight else None)
+    sequence = soonest(draft, sequence, alive, job, Room(job, units) if tight else None)
     _add_device_edges(draft, sequence, sequencer.squeezed)
     place = {node: i for i, node in enumerate(sequence)}
     ids = [OpId(f"{prefix}/{i}") for i in range(len(sequence))]

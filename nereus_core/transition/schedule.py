@@ -31,7 +31,9 @@ _NEAR = 1.005
 """A schedule this near to the bound is not improved further. Chosen, not measured."""
 
 
-def soonest(draft: Draft, sequence: list[int], job: Job, room: Room | None) -> list[int]:
+def soonest(
+    draft: Draft, sequence: list[int], alive: UnitMap, job: Job, room: Room | None
+) -> list[int]:
     """Return the order of starts in the best schedule found, never worse than the order given.
 
     With a room, on no device are capacities exceeded on the way.
@@ -39,7 +41,7 @@ def soonest(draft: Draft, sequence: list[int], job: Job, room: Room | None) -> l
     nodes = draft.nodes
     if not 2 < len(nodes) <= _MOST:
         return sequence
-    seconds = _seconds(nodes, job)
+    seconds = _seconds(nodes, alive, job)
     masks = [draft.touches(node) for node in nodes]
     waits = _with_surplus_last(nodes, sequence)
 
@@ -201,10 +203,13 @@ def _appended(
     return max(finish), order
 
 
-def _seconds(nodes: Sequence[Node], job: Job) -> list[float]:
+def _seconds(nodes: Sequence[Node], alive: UnitMap, job: Job) -> list[float]:
     """Ideal seconds of every primitive; computed once for those alike."""
     known: dict[object, float] = {}
     parked = {u.id for node in nodes if node.park for u in node.ended}
+    made = {u.id for node in nodes for u in node.made}
+    read = {u.id for node in nodes for u in node.reads}
+    parked |= {u for u in read if u not in alive and u not in made}  # by an earlier transition
     found = []
     for node in nodes:
         key = (

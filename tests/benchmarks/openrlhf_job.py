@@ -11,9 +11,10 @@ Three parts, on this machine's CPU with tiny models: what counts are ratios with
   kernel enforces it (RLIMIT_DATA). Responses grow until the activations of a step no longer fit
   on ranks of [2, tp1]. OpenRLHF alone dies there; with Nereus the job goes on as [1, tp2], by its
   own decision.
-- ``starts``: a change of engines, 2xTP1 -> 1xTP2, whose new engine starts in new processes that
-  vLLM spawns, as OpenRLHF's own engines start, and one whose engine starts in a seat that waited
-  for it.
+- ``starts``: a change of engines, 2xTP1 -> 1xTP2, whose new engine starts in an actor that is
+  started for it and in processes that vLLM spawns there, and one whose engine starts in a seat that
+  waited for it, in forks. OpenRLHF's own engine of two devices has Ray's actors for workers, which
+  no part measures.
 
 Processes of the first two parts are forked from one that has imported everything
 (tests/support/openrlhf_cpu/stem.py), those of ``starts`` are not. Each part takes two to six
@@ -42,6 +43,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # before this fi
 PARTS = ("growing", "memory", "starts")
 PROMPTS, SAMPLES = 8, 2
 _LIMIT = "OPENRLHF_TEST_RANK_BYTES"
+_NO_MEMORY = "can't allocate memory"
+"""What torch's allocator for the CPU says."""
 GROWING = {
     "vllm__num_engines": 2,
     "actor__num_gpus_per_node": 2,
@@ -86,6 +89,8 @@ def main() -> None:
         "--keep", type=Path, help="folder for what the jobs write; removed if not given"
     )
     chosen = parser.parse_args()
+    if chosen.steps <= (last := max(map(int, FORCE))):
+        parser.error(f"--steps {chosen.steps}: expected more than {last}, the last that is changed")
     found: dict[str, Any] = {"skipped": "no openrlhf here"}
     if find_spec("openrlhf"):
         with _folder(chosen.keep) as folder, redirect_stdout(sys.stderr):  # frameworks print
@@ -204,7 +209,7 @@ def memory(folder: Path) -> dict[str, Any]:
         found[name] = {
             "exit_code": ran.code,
             "steps_done": len(_steps(ran)),
-            "died_of": next((s for s in ran.output.splitlines() if "allocate" in s), None),
+            "died_of": next((s for s in ran.output.splitlines() if _NO_MEMORY in s), None),
         }
     found["nereus"]["transitions"] = [
         {key: event[key] for key in ("step", "outcome", "elapsed_s", "plan")}
@@ -236,7 +241,7 @@ def _grown(
 
 
 def starts(folder: Path) -> dict[str, Any]:
-    """Change engines twice: new processes, and seats."""
+    """Change engines in two jobs: in processes that start for it, and in a seat that waited."""
     from openrlhf_job import make_assets
 
     assets = make_assets(folder / "assets", prompts=PROMPTS * 2)

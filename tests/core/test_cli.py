@@ -408,9 +408,45 @@ def test_a_framework_is_run_with_what_stands_behind_two_dashes(shelf):
         "run", "--acme", "--mode", "advise", "--set", "policy.delta=0.1", "--", "--mode", "x", "y"
     )
     assert found.exit_code == 0, found.output
-    keys = {"mode": "advise", "policy": {"delta": 0.1}}
+    keys = {"policy": {"delta": 0.1}, "mode": "advise"}
     assert found.stdout == f"acme {keys} {['--mode', 'x', 'y']}\n"
     assert nereus("run", "--acme", "--", "--fail").exit_code == 3
+
+
+def test_of_the_words_before_two_dashes_only_an_option_names_a_framework(shelf):
+    shelf.put("acme-run", acme=FRAMEWORK)
+    shelf.registry("acme")
+    found = nereus("run", "--adapter", "acme", "--acme", "--", "y")
+    keys = {"adapter": "acme"}
+    assert found.stdout == f"acme {keys} {['y']}\n"
+    assert nereus("run", "--adapter", "acme", "--", "x").exit_code == 2  # CONFIG, and none there
+
+
+def test_options_win_over_assignments_for_a_framework_as_for_a_job(shelf):
+    shelf.put("acme-run", acme=FRAMEWORK)
+    shelf.registry("acme")
+    found = nereus("run", "--acme", "--mode", "advise", "--set", "mode='adapt'", "--", "y")
+    keys = {"mode": "advise"}
+    assert found.stdout == f"acme {keys} {['y']}\n"
+
+
+@pytest.mark.parametrize("option", [("--resume", "x"), ("--steps", "3"), ("--quiet",)])
+def test_what_a_framework_says_itself_is_no_option_beside_it(shelf, option):
+    shelf.put("acme-run", acme=FRAMEWORK)
+    shelf.registry("acme")
+    found = nereus("run", "--acme", *option, "--", "y")
+    assert found.exit_code == 2
+    assert option[0] in found.output
+    assert "not with a framework" in found.output
+
+
+def test_two_plugins_that_run_one_framework_are_named(shelf):
+    shelf.put("acme-run", acme=FRAMEWORK)
+    shelf.put("acme-other", other=FRAMEWORK)
+    shelf.registry("acme", "other")
+    found = nereus("run", "--acme", "--", "y")
+    assert found.exit_code == 3
+    assert "framework 'acme' comes from both" in " ".join(found.output.split())
 
 
 def test_a_framework_that_nobody_runs_is_a_wrong_option(shelf):

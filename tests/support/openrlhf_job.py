@@ -281,11 +281,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_pdeathsig, signal.SIGKILL)
 
 
-def free_port() -> int:
-    """Return a port of the loopback that nobody listens on now."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Return so many different ports of the loopback that nobody listens on now."""
+    with contextlib.ExitStack() as held:  # until all are chosen
+        bound = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in bound:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in bound]
 
 
 def run(
@@ -293,7 +295,7 @@ def run(
     folder: Path,
     *,
     gpus: int = 8,
-    timeout_s: float = 900.0,
+    timeout_s: float = 300.0,
     code: str = "",
     more: dict[str, str] | None = None,
     module: str = "nereus_plugins.openrlhf",
@@ -380,7 +382,8 @@ def stem(folder: Path, start_s: float = 240.0) -> Iterator[None]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        if not select.select([process.stdout], [], [], start_s)[0] or not process.stdout.readline():
+        told = select.select([process.stdout], [], [], start_s)[0]
+        if not told or process.stdout.readline() != b"ready\n":
             raise RuntimeError(f"no stem after {start_s:.0f} s: {log.read_text()[-3000:]}")
         os.environ["OPENRLHF_TEST_STEM"] = str(address)
         yield

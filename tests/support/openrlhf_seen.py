@@ -15,19 +15,30 @@ TIE = 0.06
 are below 4, where neighbors are 0.016 apart, and two computations differ by a few of those."""
 
 
-def adapt(assets, folder, force, faults=None, call_s=240, ends="done", **changes):
+def adapt(
+    assets,
+    folder,
+    force,
+    faults=None,
+    call_s=200,
+    group_s=240,
+    timeout_s=300,
+    ends="done",
+    **changes,
+):
     """Run a job with these transitions; returns it, what was seen of them, and its events."""
     words = ["--nereus.enable", "--nereus.mode=adapt", "--nereus.policy.admission=never",
-             f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}"]  # fmt: skip
+             f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}",
+             "--nereus.backend.start_s=240"]  # fmt: skip
     seen = folder / "seen.jsonl"
     more = {
         "OPENRLHF_TEST_FORCE": json.dumps(force),
         "OPENRLHF_TEST_SEEN": str(seen),
         "OPENRLHF_TEST_FAULT": json.dumps(faults or {}),
-        "OPENRLHF_TEST_GROUP_S": str(call_s),
+        "OPENRLHF_TEST_GROUP_S": str(group_s),
     }
     words += openrlhf_job.flags(assets, folder, **changes)
-    ran = openrlhf_job.run(words, folder, more=more)
+    ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s)
     assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
     found = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [one["step"] for one in found] == [int(step) for step in force]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -47,7 +48,7 @@ def start(running: Running, unit: Unit) -> Any:
             f"{unit}: an engine's workers must be in one placement group; these devices are not."
         )
     arguments = _arguments(running, unit, pg)
-    if warm.fits(running, unit):
+    if not running.cold and warm.fits(running, unit):
         seat = warm.take(running, unit)
         # One node: vLLM's own worker processes, which are forked, do what actors of Ray would.
         executor = "uni" if unit.layout.tp == 1 else "mp"
@@ -113,13 +114,16 @@ def _shut_down(actor: Any) -> None:
 def stop(running: Running, units: Collection[UnitId]) -> None:
     """End engines and their processes, all at once, but keep their seats.
 
-    One that does not answer is killed.
+    Those that have not answered `call_s` after all were asked are killed.
     """
+    deadline_s = time.monotonic() + running.section.call_s
     asked = {unit: inside(running.engines[unit], _shut_down) for unit in units}
     for unit, ref in asked.items():
         handle, seat = running.engines.pop(unit), running.seated.pop(unit, None)
+        running.opening.pop(unit, None)
+        left_s = max(0.0, deadline_s - time.monotonic())
         try:
-            outcome(ref, f"engine {unit} to shut down", running.section.call_s)
+            outcome(ref, f"engine {unit} to shut down", left_s)
         except (NereusError, RayError):
             seat = None
         if seat is None:

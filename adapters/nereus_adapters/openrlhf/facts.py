@@ -46,9 +46,9 @@ class BackendSection(BaseModel):
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory of a device that the job may use, where that is not all of it."""
     call_s: float = 120.0
-    """Longest wait for one call into an actor of the job."""
+    """Longest wait for one call into an actor of the job; chosen, not measured."""
     start_s: float = 600.0
-    """Longest wait for an actor or engine to start."""
+    """Longest wait for an actor or engine to start; chosen, not measured."""
     warm_engines: int | None = Field(default=None, ge=0)
     """Processes with vLLM in them that wait for engines to come, in mode adapt; by default as many
     as the job began with engines. Each takes host memory for vLLM twice, and no device."""

@@ -12,9 +12,9 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -26,30 +26,44 @@ _IMPORTS = (
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
+class _Forked(ForkServerProcess):
+    """A process that is forked, in the environment that its parent has when it starts it."""
+
+    _environment: Mapping[str, str]
+
+    def start(self) -> None:
+        """Start; vLLM names an engine's devices in the environment around this call."""
+        self._environment = {k: v for k, v in os.environ.items() if k != _METHOD}
+        super().start()
+
+    def run(self) -> None:
+        """Run in the fork; ends with the fork server, and that with the process it serves."""
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        _let_fork_server_end()
+        os.environ.clear()
+        os.environ.update(self._environment)
+        if threads := os.environ.get("OMP_NUM_THREADS"):  # read by torch when it was imported
+            import torch
+
+            torch.set_num_threads(int(threads))
+        super().run()
+
+
+def _let_fork_server_end() -> None:
+    """Close what a fork is given of the pipe by which its fork server knows whom it serves.
+
+    Held here, it would keep the server, and so this process, alive when that one is killed.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
 class _Forks(ForkServerContext):
     """The context in which vLLM starts its engine core."""
 
-    def Process(  # type: ignore[override]
-        self, *, target: Callable[..., object], name: str, kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Prepare a process that runs ``target`` in this process's environment of now."""
-        environment = {k: v for k, v in os.environ.items() if k != _METHOD}
-        return super().Process(
-            target=_run, args=(environment, target), name=name, kwargs=dict(kwargs)
-        )
-
-
-def _run(
-    environment: Mapping[str, str], target: Callable[..., object], /, **kwargs: object
-) -> None:
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    os.environ.clear()
-    os.environ.update(environment)
-    if threads := environment.get("OMP_NUM_THREADS"):  # read by torch when it was imported
-        import torch
-
-        torch.set_num_threads(int(threads))
-    target(**kwargs)
+    Process = _Forked
 
 
 def install() -> None:

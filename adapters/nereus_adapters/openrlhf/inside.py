@@ -1,4 +1,4 @@
-"""Inside: what is asked of a Ray actor in its own process; shipped there by `calls.inside`."""
+"""Inside: what is asked of a Ray actor in its own process; shipped there by `ray_calls.inside`."""
 
 from __future__ import annotations
 

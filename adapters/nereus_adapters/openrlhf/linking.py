@@ -135,6 +135,7 @@ class Linking:
         running.alive = self._linked
         try:
             if anew:
+                running.cold = True
                 self._end_processes()
             self._build(self._changed)
         except FAILURES as error:
@@ -164,4 +165,5 @@ class Linking:
         self._parked.clear()
         self._changed.clear()
         self._broken_by = None
+        self._running.cold = False
         self.resting = UnitMap()

@@ -1,7 +1,7 @@
 """Ranks: what a rank of a group does in its own process when its group changes.
 
 The process is a seat: it stays, with its imports and its CUDA context, while the model, the
-DeepSpeed engine and the process group in it come and go. Shipped there by `calls.inside`.
+DeepSpeed engine and the process group in it come and go. Shipped there by `ray_calls.inside`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 An engine's start is imports for the most part, one after the other: those of its actor, of vLLM's
 engine core, of its workers. A seat is an actor of OpenRLHF's own engine class that has made them
-and has no engine yet; it holds no device. An engine that ends leaves its seat behind.
+and has no engine yet; it holds no device. An engine that ends leaves its seat behind, for the next
+transition or until there are more than shall wait.
 
 Engines that span nodes are started as OpenRLHF starts them.
 """
@@ -55,7 +56,10 @@ def _seat_class() -> Any:
 
 
 def replenish(running: Running, num_seats: int) -> None:
-    """Start seats until so many wait, on the nodes of engines in turn; waits for none."""
+    """Start or end seats until so many wait, on the nodes of engines in turn; waits for none."""
+    for seat in running.waiting[num_seats:]:
+        _end(seat)
+    del running.waiting[num_seats:]
     units = running.alive.of(ACTOR_GENERATE)
     for number in range(num_seats - len(running.waiting)):
         running.waiting.append(_start(running, units[number % len(units)].devices[0]))
@@ -94,6 +98,12 @@ def _start(running: Running, device: Device) -> Seat:
         .remote()
     )
     return Seat(handle, device.node)
+
+
+def _end(seat: Seat) -> None:
+    import ray
+
+    ray.kill(seat.handle)
 
 
 def fits(running: Running, unit: Unit) -> bool:

@@ -35,6 +35,9 @@ def test_ppo_changes_engines_actor_and_critic_and_trains_on(assets, tmp_path):
     )
     assert (layouts(one, "actor/generate"), layouts(one, "critic/train")) == ([2], [1])
     assert layouts(two, "actor/train") == [1]
+    # engines that a change starts are in seats; none of OpenRLHF's own are
+    assert [record["before"]["seated"] for record in (one, two)] == [0, 1]
+    assert [record["after"]["seated"] for record in (one, two, three, four)] == [1, 1, 2, 2]
     assert (layouts(three, "actor/generate"), layouts(three, "actor/train")) == ([1, 1], [2])
     assert (layouts(four, "critic/train"), layouts(four, "actor/train")) == ([1, 1], [1, 1])
     for record in (one, two, three, four):

@@ -89,6 +89,7 @@ def _look(session):
 
     running = session.controller._adapter._running
     found = {"at": {}, "plan": session.controller.plan.to_json(), "time": time.time()}
+    found["seated"] = len(running.seated)
     for stage in running.groups:
         if str(stage).endswith("train"):
             handles = running.handles(stage)
@@ -153,7 +154,10 @@ def _killed_engine():
 
 
 def _stopped(actor):
-    """Stop the processes of an engine in a seat: they no longer answer anybody. Says which."""
+    """Stop the core of an engine in a seat: it no longer answers. Says which processes it is.
+
+    Workers go on, and see by a pipe that their core is gone.
+    """
     import signal
 
     import psutil
@@ -162,8 +166,8 @@ def _stopped(actor):
         psutil.Process(p.pid) for p in actor.llm.engine_core.resources.engine_manager.processes
     ]
     pids = [p.pid for core in cores for p in (core, *core.children(recursive=True))]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    for core in cores:
+        os.kill(core.pid, signal.SIGSTOP)
     return pids
 
 

@@ -49,6 +49,7 @@ CODE = ("multiprocessing.spawn", "multiprocessing.forkserver")
 JOB = "01000000"
 """What a Ray calls its first job. Ray's library reads it when it is loaded: once, in the stem."""
 _MOST_DESCRIPTORS = 64
+"""More than a Python that hands itself over has open; chosen, not measured."""
 _DRAWS = 64
 """More ids than a process of a test job draws at random; chosen, not measured."""
 
@@ -223,6 +224,8 @@ def _run(request, fds, number):
 
 
 def main(path):
+    answer = os.dup(1)  # for "ready" alone: what imports print goes to standard error
+    os.dup2(2, 1)
     # That its raylet has died, a worker sees by its connection.
     os.environ["RAY_JOB_ID"], os.environ["RAY_RAYLET_PID"] = JOB, str(os.getpid())
     for name in IMPORTS:
@@ -241,7 +244,8 @@ def main(path):
     os.set_blocking(writer, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    print("ready", flush=True)
+    os.write(answer, b"ready\n")
+    os.close(answer)
     number = 0
     connections, pids = {}, {}  # descriptor -> (connection, pid); pid -> descriptor
     while True:
@@ -255,8 +259,8 @@ def main(path):
                 with contextlib.suppress(OSError):
                     told = connection.recv(64)
                     with contextlib.suppress(ProcessLookupError):
-                        for number in told or [signal.SIGKILL]:
-                            os.kill(pid, number)
+                        for signum in told or [signal.SIGKILL]:
+                            os.kill(pid, signum)
                     if told:
                         continue
                 del connections[fd]

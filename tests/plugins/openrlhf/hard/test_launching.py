@@ -48,14 +48,15 @@ def answers(address):
 def cluster(folder):
     """Run a Ray of its own with its dashboard; yields (address of its GCS, address of its jobs)."""
     short = tempfile.mkdtemp(prefix="orl")
-    ports = [openrlhf_job.free_port() for _ in range(3)]
+    ports = openrlhf_job.free_ports(4)
     environment = openrlhf_job.environment(folder, 8)
     environment.pop("OPENRLHF_TEST_STEM", None)  # its workers belong to several jobs
     with (folder / "ray.log").open("w", encoding="utf-8") as log:
         head = subprocess.Popen(
             [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1",
              f"--port={ports[0]}", f"--dashboard-port={ports[1]}",
-             f"--dashboard-agent-listen-port={ports[2]}", "--num-cpus=16", "--num-gpus=8",
+             f"--dashboard-agent-listen-port={ports[2]}", f"--ray-client-server-port={ports[3]}",
+             "--min-worker-port=0", "--max-worker-port=0", "--num-cpus=16", "--num-gpus=8",
              f"--object-store-memory={300 * 2**20}", f"--temp-dir={short}",
              "--disable-usage-stats"],
             stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder,
