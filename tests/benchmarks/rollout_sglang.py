@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,11 +59,11 @@ CONFIG: dict[str, Any] = {
 DEVICES = tuple(Device("here", index) for index in range(3))
 MAX_TOKENS, MAX_RUNNING = 2048, 8
 STOCK = """
-import json, sys, time
+import json, os, sys
 if __name__ == "__main__":
     import sglang
     from nereus_adapters.rollout.prctl import end_with_parent
-    end_with_parent()  # the benchmark may be killed
+    end_with_parent(os.getppid())  # the benchmark may be killed
     arguments, tokens = json.loads(sys.argv[1])
     engine = sglang.Engine(**arguments)
     sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
@@ -162,7 +163,7 @@ def _stock(engines: SglangEngines, layout: Layout, first: int, model: Any) -> fl
             "load_format": "auto",
         }
         environment = engines.environment(DEVICES[: layout.num_devices])
-        before = set(SHARED_MEMORY.glob(_LEFT))
+        left: set[Path] = set()
         start_s = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, str(script), json.dumps([arguments, TOKENS])],
@@ -176,14 +177,22 @@ def _stock(engines: SglangEngines, layout: Layout, first: int, model: Any) -> fl
             for line in process.stdout:
                 if line.startswith("FIRST"):
                     elapsed_s = time.perf_counter() - start_s
+                    left = _mapped(process.pid)
                     assert int(line.split()[1]) == first, "the stock engine draws another token"
                     return elapsed_s
             raise RuntimeError("the stock engine did not come up")
         finally:
             process.stdout.read() if process.stdout else None
             process.wait(120)
-            for left in set(SHARED_MEMORY.glob(_LEFT)) - before:
-                left.unlink(missing_ok=True)
+            for path in left:
+                path.unlink(missing_ok=True)
+
+
+def _mapped(process: int) -> set[Path]:
+    """Return the files that a stock engine leaves behind, as its processes have mapped them."""
+    stock = psutil.Process(process)
+    maps = [m for p in (stock, *stock.children(recursive=True)) for m in p.memory_maps()]
+    return {path for m in maps if (path := Path(m.path)).match(f"{SHARED_MEMORY}/{_LEFT}")}
 
 
 def _sync(

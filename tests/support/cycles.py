@@ -33,7 +33,8 @@ def shared(pids):
 
 
 def require_nothing_left(devices, begin, use, resident_bytes, growth_bytes):
-    """Change engines twenty times; memory, processes and shared memory stay as they were.
+    """Change engines twenty times; memory, processes and shared memory stay as they were, and the
+    files and threads of this process.
 
     Args:
         devices: two.
@@ -42,7 +43,8 @@ def require_nothing_left(devices, begin, use, resident_bytes, growth_bytes):
         resident_bytes: of the processes that stay, each, after their engines have ended.
         growth_bytes: most that any of them may grow per transition, once warm.
     """
-    grown, seen, before = [], set(), set()
+    grown, seen, before, held = [], set(), set(), (0, 0)
+    driver = psutil.Process()
     for index in range(20):
         layout = CYCLE[index % len(CYCLE)]
         groups = [devices] if layout.num_devices == 2 else [(d,) for d in devices]
@@ -52,11 +54,14 @@ def require_nothing_left(devices, begin, use, resident_bytes, growth_bytes):
         seen |= shared(below())
         for engine in engines:
             engine.close()
-        grown.append(max(resident_bytes()))
+        grown.append(resident_bytes())
         if index + 1 == WARM:
-            before = below()
-    steps = [b - a for a, b in pairwise(grown[WARM - 1 :])]
-    assert statistics.mean(steps) < growth_bytes, [round(g / 2**20, 1) for g in grown]
+            before, held = below(), (driver.num_fds(), driver.num_threads())
+    for own in zip(*grown, strict=True):
+        steps = [b - a for a, b in pairwise(own[WARM - 1 :])]
+        assert statistics.mean(steps) < growth_bytes, [round(g / 2**20, 1) for g in own]
     assert below() <= before
+    assert driver.num_fds() <= held[0]
+    assert driver.num_threads() <= held[1]
     assert seen
     assert not [path for path in seen if path.exists()]

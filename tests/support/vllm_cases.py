@@ -18,6 +18,9 @@ from nereus_core.cluster import Device
 from nereus_core.state import unit_shards
 
 DEVICES = (Device("node0", 0), Device("node0", 1))
+STEP_S = 0.05
+"""Of an engine that is slowed down: a hundred tokens then take seconds, however late a driver on a
+busy machine hears of the first."""
 
 
 class Weights:

@@ -27,7 +27,8 @@ from nereus_core.errors import WaitTimeout
 from nereus_core.units import UnitId
 
 MAX_MOVES = 16
-"""Interruptions after which a prompt is given up: something is wrong with it. Chosen."""
+"""Interruptions after which a prompt is given up: something is wrong with it. Chosen,
+not measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,20 +119,24 @@ class Fleet:
             replica.routed = False
             if drain_s > 0:
                 self._ended_one.wait_for(lambda: replica.load == 0, drain_s)
-        with suppress(WaitTimeout):  # one that does not answer is closed next: that ends them too
+        # One that does not do it is closed next: that ends them too.
+        with suppress(WaitTimeout, EngineError):
             self._interrupt(replica.engine)
         with self._lock:
             del self._replicas[unit]
         return replica.engine
 
     def interrupt(self) -> None:
-        """Stop all engines; prompts wait until some are routed to again."""
+        """Stop all engines; prompts wait until some are routed to again.
+
+        Raises:
+            WaitTimeout, EngineError: an engine did not do it; the others have.
+        """
         with self._lock:
             engines = [r.engine for r in self._replicas.values()]
             for replica in self._replicas.values():
                 replica.routed = False
-        for engine in engines:
-            self._interrupt(engine)
+        raise_first(together([lambda e=engine: self._interrupt(e) for engine in engines]))  # type: ignore[misc]
 
     def serve_version(self, version: int | None) -> None:
         """Answer with this version from now on."""
@@ -174,11 +179,11 @@ class Fleet:
             EngineError: an engine refused one.
         """
         futures = [self.submit(prompt) for prompt in prompts]
-        deadline = time.monotonic() + self._wait_s
+        deadline_s = time.monotonic() + self._wait_s
         found = []
         for prompt, future in zip(prompts, futures, strict=True):
             try:
-                found.append(future.result(max(0.0, deadline - time.monotonic())))
+                found.append(future.result(max(0.0, deadline_s - time.monotonic())))
             except TimeoutError:
                 raise WaitTimeout(
                     f"the response to {prompt.id} from {self._names()}", self._wait_s
@@ -229,9 +234,11 @@ class Fleet:
                 EngineError(replica.engine.name, f"respond to {request.prompt.id}", "given up")
             )
             return
-        if not replica.engine.alive:
-            self._tell_lost(replica)
-        self._begin(request)
+        try:
+            if not replica.engine.alive:
+                self._tell_lost(replica)
+        finally:
+            self._begin(request)
 
     def _tell_lost(self, replica: _Replica) -> None:
         with self._lock:

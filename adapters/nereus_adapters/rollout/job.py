@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from nereus_adapters.rollout.figures import Seen, StepFigures
 from nereus_adapters.rollout.fleet import Fleet, raise_first, together
-from nereus_adapters.rollout.ports import Completion, Engine, EngineFactory, Prompt
+from nereus_adapters.rollout.ports import Completion, Engine, EngineError, EngineFactory, Prompt
 from nereus_adapters.rollout.rebuilding import Rebuilds
 from nereus_adapters.rollout.source import Trainer
 from nereus_adapters.rollout.supply import Supply
 from nereus_adapters.rollout.weights import Published
 from nereus_core.cluster import Device
-from nereus_core.errors import UnitLost
+from nereus_core.errors import UnitLost, WaitTimeout
 from nereus_core.gate import Gate
 from nereus_core.observation import Observation
 from nereus_core.plan import Plan, check_plan
@@ -82,8 +83,7 @@ class RolloutJob:
             if same and same[0].alive:
                 found[unit.id] = same[0]
                 left.remove(same[0])
-        for engine in left:
-            engine.close()
+        raise_first(together([engine.close for engine in left]))
         version = self.trainer.version
 
         def begin(unit: Unit) -> None:
@@ -269,8 +269,7 @@ class RolloutJob:
         """End units' engines without leave-taking."""
         with self._lock:
             mine = [unit for unit in units if self._units.pop(unit, None) is not None]
-        for unit in mine:
-            self.fleet.remove(unit).close()
+        raise_first(together([lambda u=unit: self.fleet.remove(u).close() for unit in mine]))  # type: ignore[misc]
 
     def _unit(self, unit: UnitId) -> Unit | None:
         """Return a unit that is to have an engine."""
@@ -289,7 +288,8 @@ class RolloutJob:
 
     def release(self) -> list[Engine]:
         """Let go of the engines, which are handed to a job after this one, and of the weights."""
-        self.fleet.interrupt()
+        with suppress(WaitTimeout, EngineError):  # whoever ends a bad engine hears of it
+            self.fleet.interrupt()
         units = list(self.fleet.engines())
         engines = [self.fleet.remove(unit) for unit in units]
         self.supply.store.close()

@@ -104,11 +104,11 @@ class Loop:
             return self._samples
         if not self._waiting:
             self._submit()
-        deadline = time.monotonic() + self._wait_s
+        deadline_s = time.monotonic() + self._wait_s
         found = []
         for prompt, future in self._waiting:
             try:
-                found.append(future.result(max(0.0, deadline - time.monotonic())))
+                found.append(future.result(max(0.0, deadline_s - time.monotonic())))
             except TimeoutError:
                 raise WaitTimeout(f"the response to {prompt.id}", self._wait_s) from None
         prompts, self._waiting = [p for p, _ in self._waiting], []

@@ -23,13 +23,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from nereus_adapters.rollout.segment import Segment, reserve
+from nereus_adapters.rollout.segment import Segment, remove, reserve
 from nereus_adapters.rollout.weights import Piece, Published, padded
 from nereus_core.errors import WaitTimeout
 from nereus_core.layout import Layout
 
 _BUCKET_BYTES = 16 * 2**20
-"""Largest message. Chosen."""
+"""Largest message; chosen, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,19 @@ class Party:
         made = [replace(p, segment=segment, offset=o) for p, o in zip(coming, starts, strict=False)]
         here = Segment(segment, writable=True) if made else None
         received = iter(made)
-        for shipment in ordered:
-            if shipment.source == self.name:
-                self._send(shipment)
-            elif shipment.target == self.name:
-                assert here is not None
-                self._receive(shipment, [next(received) for _ in shipment.pieces], here)
-        if here is not None:
-            here.close()
+        try:
+            for shipment in ordered:
+                if shipment.source == self.name:
+                    self._send(shipment)
+                elif shipment.target == self.name:
+                    assert here is not None
+                    self._receive(shipment, [next(received) for _ in shipment.pieces], here)
+        except BaseException:
+            remove([segment])
+            raise
+        finally:
+            if here is not None:
+                here.close()
         return tuple(made)
 
     def _send(self, shipment: Shipment) -> None:
@@ -173,7 +178,7 @@ class Party:
 
     def _done(self, work: Any, shipment: Shipment) -> None:
         try:
-            work.wait()
+            work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             sends = shipment.source == self.name
             peer, doing = (shipment.target, "take") if sends else (shipment.source, "send")

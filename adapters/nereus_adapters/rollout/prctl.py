@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def end_with_parent() -> None:
-    """Let this process be killed when the one that forked it ends, however that ends."""
+def end_with_parent(parent: int) -> None:
+    """Let this process be killed when the one that forked it ends, however that ends.
+
+    Args:
+        parent: the process id of the one that forked this one. Should it have ended before this
+            was called, this process is killed at once.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

@@ -70,13 +70,19 @@ class Rebuilds:
                     self._load(engine, version)
                 return
             failed.close()
-            self._fleet.replace(unit.id, self._start(unit, version))
+            fresh = self._start(unit, version)
+            try:
+                self._fleet.replace(unit.id, fresh)
+            except KeyError:  # the unit went meanwhile
+                fresh.close()
+                raise
             self.count += 1
 
     def soon(self, lost: UnitId) -> None:
         """Rebuild a lost engine on a thread of its own, once."""
         unit = self._unit(lost)
-        if unit is None or (failed := self._fleet.engine(lost)).alive:
+        failed = self._fleet.engines().get(lost)
+        if unit is None or failed is None or failed.alive:
             return
         with self._lock:
             if lost in self._under_way:
@@ -89,8 +95,10 @@ class Rebuilds:
                 assert self._fleet.version is not None
                 self.now(unit, failed, self._fleet.version)
             except Exception as error:
-                self._lose(lost)
-                done.set_exception(error)
+                try:
+                    self._lose(lost)
+                finally:
+                    done.set_exception(error)
             else:
                 done.set_result(None)
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -13,10 +14,18 @@ def resident_bytes() -> int:
 
 
 def take_peak_bytes(pid: int | str = "self") -> int:
-    """Return the most resident bytes of a process since the last call, which begins anew."""
+    """Return the most resident bytes of a process since the last call, which begins anew.
+
+    Since its start, where this process may not reset that; 0 for a process that has ended.
+    """
     folder = Path(f"/proc/{pid}")
-    for line in (folder / "status").read_text(encoding="utf-8").splitlines():
+    try:
+        lines = (folder / "status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    for line in lines:
         if line.startswith("VmHWM:"):
-            (folder / "clear_refs").write_text("5")  # proc(5): resets the peak resident set
+            with contextlib.suppress(OSError):
+                (folder / "clear_refs").write_text("5")  # proc(5): resets the peak resident set
             return int(line.split()[1]) * 1024
     return 0

@@ -73,10 +73,16 @@ def publish_here(
         KeyError: a part of the model is held by no device.
     """
     pieces: list[Piece] = []
-    for device, cells in assign(model, holders, max_devices).items():
+    names: list[str] = []
+    try:
+        for device, cells in assign(model, holders, max_devices).items():
 
-        def at(tensor: str, box: Box, device: Device = device) -> NDArray[np.generic]:
-            return read(device, tensor, box)
+            def at(tensor: str, box: Box, device: Device = device) -> NDArray[np.generic]:
+                return read(device, tensor, box)
 
-        pieces += publish(reserve(cells_bytes(cells, dtype)), cells, at)
+            names.append(reserve(cells_bytes(cells, dtype)))
+            pieces += publish(names[-1], cells, at)
+    except BaseException:
+        remove(names)
+        raise
     return Published(version, model, dtype, tuple(pieces))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from nereus_adapters.rollout.ports import Engine
+from nereus_adapters.rollout.ports import Engine, EngineError
 from nereus_adapters.rollout.source import Trainer
 from nereus_adapters.rollout.store import Store
 from nereus_adapters.rollout.weights import GarbledWeights
@@ -34,10 +34,15 @@ class Supply:
         published = self.store.get(version)
         try:
             engine.update_weights(version, published.manifest(engine.layout))
+            return
         except GarbledWeights:
             if version != self._trainer.version:
                 raise
             with self._publishing:
                 if self.store.get(version) is published:  # nobody has done it meanwhile
                     self._trainer.publish(self.store)
-            engine.update_weights(version, self.store.get(version).manifest(engine.layout))
+        except EngineError:
+            if self.store.get(version) is published:
+                raise
+            # Another engine had it published once more: the segments went while this one read.
+        engine.update_weights(version, self.store.get(version).manifest(engine.layout))

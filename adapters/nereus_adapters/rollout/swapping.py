@@ -51,8 +51,7 @@ class Swap:
             for unit in (*self._old, *self._new):
                 require(unit)
         except BaseException:
-            for engine in engines.values():
-                engine.close()
+            together([engine.close for engine in engines.values()])  # what went wrong is raised
             raise
         self._running.exchange([unit.id for unit in self._old], engines)
 
@@ -72,8 +71,7 @@ class Swap:
             for unit in self._new:
                 require(unit)
         except BaseException:
-            for engine in engines.values():
-                engine.close()
+            together([engine.close for engine in engines.values()])  # what went wrong is raised
             self._back()
             raise
         running.exchange((), engines)
@@ -87,12 +85,12 @@ class Swap:
         raise_first(together([lambda unit=unit: start(unit) for unit in units]))  # type: ignore[misc]
 
     def _back(self) -> None:
-        """Build the old units again; one that does not come up is lost."""
+        """Build the old units again; one that does not come up or has no device is lost."""
         running = self._running
         failed = running.job.cluster.failed
         intact = tuple(u for u in self._old if failed.isdisjoint(u.devices))
         engines: dict[Unit, Engine] = {}
-        lost: list[UnitId] = []
+        lost: list[UnitId] = [unit.id for unit in self._old if unit not in intact]
 
         def start(unit: Unit) -> None:
             try:

@@ -26,11 +26,11 @@ from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Job, ModelStage, Stage
 
 _LEARNING_RATE = 1e-2
-"""Large enough that a step shows in every tensor. Chosen."""
+"""Large enough that a step shows in every tensor; chosen, not measured."""
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 """Kingma and Ba 2015, section 2."""
 _KL = 0.05
-"""Weight of the distance to the reference. Chosen."""
+"""Weight of the distance to the reference; chosen, not measured."""
 
 
 @dataclass(frozen=True, slots=True)

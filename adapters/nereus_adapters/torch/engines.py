@@ -16,7 +16,7 @@ import torch
 
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Completion, EngineFactory, Prompt, Sampling
-from nereus_adapters.rollout.segment import Segment, reserve
+from nereus_adapters.rollout.segment import Segment, remove, reserve
 from nereus_adapters.rollout.store import Store
 from nereus_adapters.rollout.weights import Piece, Published, assign, cells_bytes
 from nereus_adapters.torch.config import BackendSection
@@ -68,14 +68,19 @@ class SeatTrainer:
         holder = {device: unit.id for unit in units for device in unit.devices}
         held = [part for unit in units for part in placed(model, unit.layout, unit.devices)]
         cells = assign(model, held, len(job.cluster.devices))
-        calls = {}
-        for device, mine in cells.items():
-            name = reserve(cells_bytes(mine, job.precision.compute))
-            calls[device] = ("publish", {"unit": holder[device], "name": name, "cells": mine})
+        calls, names = {}, []
         fleet = self._fleet
         pieces: list[Piece] = []
-        for answer in fleet.settle(fleet.pool.send(calls), fleet.timeout_s):
-            pieces += answer.value
+        try:
+            for device, mine in cells.items():
+                names.append(reserve(cells_bytes(mine, job.precision.compute)))
+                told = {"unit": holder[device], "name": names[-1], "cells": mine}
+                calls[device] = ("publish", told)
+            for answer in fleet.settle(fleet.pool.send(calls), fleet.timeout_s):
+                pieces += answer.value
+        except BaseException:
+            remove(names)
+            raise
         store.add(Published(version, model, job.precision.compute, tuple(pieces)))
 
     def fail(self, device: Device) -> None:

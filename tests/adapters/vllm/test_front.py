@@ -5,7 +5,7 @@ import signal
 
 import psutil
 import pytest
-from vllm_cases import DEVICES, ONE, PP2, TP2, prompts, respond
+from vllm_cases import DEVICES, ONE, PP2, STEP_S, TP2, prompts, respond
 
 from nereus_adapters.rollout.ports import EngineError, Finish, Prompt, Sampling
 from nereus_adapters.rollout.vllm.harness import CpuFactory, settings
@@ -14,7 +14,7 @@ from nereus_core.errors import ConfigError
 pytestmark = pytest.mark.real
 
 LONG = 100
-"""Tokens that are still being drawn when the driver has heard of the first."""
+"""Tokens that a slow engine is still drawing when the driver has heard of the first."""
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def test_greedy_tokens_equal_hugging_face_on_seats_that_stay(factory, begin, wei
 
 def test_an_interrupted_response_goes_on_without_a_token_lost_or_repeated(begin, weights):
     engine = begin(ONE, weights.publish(1))
+    engine.rpc("nereus_slow", step_s=STEP_S)
     asked = prompts(6, LONG)
     wanted = [weights.greedy(p.tokens, LONG)[0] for p in asked]
     futures = [engine.submit(p) for p in asked]
@@ -71,6 +72,28 @@ def test_an_interrupted_response_goes_on_without_a_token_lost_or_repeated(begin,
     assert [len(w.logprobs) for w in whole] == [LONG] * 6
 
 
+def test_ranks_that_have_no_tokens_to_tell_do_not_hold_up_the_others(begin, weights):
+    engine = begin(TP2, weights.publish(1))
+    for prompt in prompts(4, LONG):  # more steps than a socket takes answers
+        assert respond(engine, [prompt])[0].tokens == weights.greedy(prompt.tokens, LONG)[0]
+
+
+def test_an_interrupt_that_follows_a_submit_at_once_leaves_nothing_behind(begin, weights):
+    engine = begin(ONE, weights.publish(1))
+    engine.rpc("nereus_slow", step_s=STEP_S)
+    futures = [engine.submit(p) for p in prompts(6, LONG)]
+    engine.interrupt()
+    assert {f.result(10).finish for f in futures} == {Finish.INTERRUPTED}
+    weights.change(seed=5)
+    engine.update_weights(2, weights.publish(2).manifest(ONE))
+    engine.signals()
+    for prompt, found in zip(prompts(2), respond(engine, prompts(2)), strict=True):
+        assert found.tokens == weights.greedy(prompt.tokens, 24)[0]
+    seen = engine.signals()
+    assert seen.running == 2  # and none of those before
+    assert seen.generated_tokens == 2 * 24
+
+
 def test_a_prompt_too_long_is_refused_and_the_others_go_on(begin, weights):
     engine = begin(ONE, weights.publish(1))
     good = engine.submit(prompts(1)[0])
@@ -83,6 +106,7 @@ def test_a_prompt_too_long_is_refused_and_the_others_go_on(begin, weights):
 def test_whatever_is_killed_loses_the_engine_and_no_token(begin, weights, who):
     published = weights.publish(1)
     engine = begin(TP2, published)
+    engine.rpc("nereus_slow", step_s=STEP_S)
     asked = prompts(6, LONG)
     wanted = [weights.greedy(p.tokens, LONG)[0] for p in asked]
     futures = [engine.submit(p) for p in asked]
@@ -92,8 +116,13 @@ def test_whatever_is_killed_loses_the_engine_and_no_token(begin, weights, who):
     assert not engine.alive
     engine.close()
     again = begin(TP2, published)
-    rest = respond(again, [p.after(part.tokens) for p, part in zip(asked, parts, strict=True)])
-    assert [a.then(b).tokens for a, b in zip(parts, rest, strict=True)] == wanted
+    assert Finish.INTERRUPTED in {part.finish for part in parts}
+    left = [i for i, part in enumerate(parts) if part.finish is Finish.INTERRUPTED]
+    for i, rest in zip(
+        left, respond(again, [asked[i].after(parts[i].tokens) for i in left]), strict=True
+    ):
+        parts[i] = parts[i].then(rest)
+    assert [part.tokens for part in parts] == wanted
 
 
 def test_a_front_is_for_seats(folder, spec, factory):

@@ -74,6 +74,28 @@ def test_a_device_lost_in_a_transition_leaves_what_is_intact(harness):
     running.require_right_tokens()
 
 
+def test_a_device_lost_as_new_engines_start_leaves_what_is_intact(harness):
+    running = Running(harness)
+    a, b = running.devices[:2]
+    units, factory = running.own, harness.behind.factory
+    create = factory.create
+
+    def fail(name, layout, devices):
+        if layout == TP2:
+            harness.fail(b)
+            raise EngineError(name, "start", "told to")
+        return create(name, layout, devices)
+
+    factory.create = fail
+    try:
+        with pytest.raises(UnitLost, match="lost actor/generate#1"):
+            running.perform(Merge, tuple(u.id for u in units), running.unit(TP2, a, b))
+    finally:
+        factory.create = create
+    assert running.own == units[:1]
+    running.require_right_tokens()
+
+
 def test_an_engine_killed_while_generating_is_rebuilt_and_every_token_comes(harness):
     running = Running(harness, TP2)
     asked = prompts(6, 40)

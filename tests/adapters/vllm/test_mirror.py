@@ -47,8 +47,14 @@ def running(parties):
     late.start()
     try:
         with ThreadPoolExecutor(len(parties)) as threads:
-            found = threads.map(one, parties, processes)
-            yield dict(zip([p["name"] for p in parties], found, strict=True))
+            try:
+                found = threads.map(one, parties, processes)
+                became = dict(zip([p["name"] for p in parties], found, strict=True))
+            except BaseException:  # the others' threads are waited for
+                for process in processes:
+                    process.kill()
+                raise
+            yield became
     finally:
         late.cancel()
         for process in processes:
@@ -108,7 +114,7 @@ def test_what_is_not_needed_is_not_sent(weights):
 
 def test_a_party_that_does_not_come_is_named(weights):
     published = weights.publish(1, PP2)
-    parties = told(published, {"host0": [ONE], "host1": [ONE]}, timeout_s=6.0)
+    parties = told(published, {"host0": [ONE], "host1": [ONE]}, timeout_s=30.0)
     with running([p for p in parties if p["name"] != "host1"]) as found:
         assert {kind for kind, _ in found.values()} == {"WaitTimeout"}
     # Whoever serves the store gives up first, perhaps; it names the one that is late.
@@ -117,7 +123,7 @@ def test_a_party_that_does_not_come_is_named(weights):
 
 def test_a_party_that_sends_nothing_is_named(weights):
     published = weights.publish(1, PP2)
-    parties = told(published, {"host0": [ONE]}, timeout_s=6.0, names=(*SOURCES, "host0"))
+    parties = told(published, {"host0": [ONE]}, timeout_s=30.0, names=(*SOURCES, "host0"))
     for party in parties:
         party["leaves"] = party["name"] == "source0"
     with running(parties) as found:

@@ -13,7 +13,7 @@ def main() -> None:
 
     from nereus_adapters.rollout.prctl import end_with_parent
 
-    end_with_parent()  # the benchmark may be killed
+    end_with_parent(os.getppid())  # the benchmark may be killed
 
     llm = LLM(
         model,

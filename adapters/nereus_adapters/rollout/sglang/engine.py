@@ -115,13 +115,13 @@ class SglangEngine:
         """Begin a response."""
         with self._lock:
             response = _Response(prompt, -1 if self._version is None else self._version)
+            if not self._alive:  # first: one that has ended has no version either
+                response.future.set_result(response.ended(Finish.INTERRUPTED))
+                return response.future
             if self._version is None:
                 response.future.set_exception(
                     EngineError(self.name, f"respond to {prompt.id}", "it has no weights")
                 )
-                return response.future
-            if not self._alive:
-                response.future.set_result(response.ended(Finish.INTERRUPTED))
                 return response.future
             self._responses[prompt.id] = response
             arguments = {

@@ -114,7 +114,12 @@ def new_harness(
     Args:
         pool: of somebody else, who closes it.
         beside: whether new engines may start while those whose place they take still serve.
+
+    Raises:
+        ValueError: of another answer.
     """
+    if beside not in ("yes", "no"):
+        raise ValueError(f"beside is {beside!r}; expected 'yes' or 'no'")
     folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-harness-")
     (Path(folder.name) / "config.json").write_text(json.dumps(dict(TINY)), encoding="utf-8")
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -59,14 +60,20 @@ class Meter:
         return 0.0 if since_s is None else now_s - since_s
 
     async def watch(self, busy: Callable[[], bool], every_s: float) -> None:
-        """Look at the load again and again."""
+        """Look at the load again and again; a look that fails is told in the engine's log."""
         while True:
             if busy():
-                for load in await self._engine.tokenizer_manager.get_loads():
-                    self._cache_use = max(self._cache_use, load.token_usage)
-                    self._running = max(self._running, load.num_running_reqs)
-                    self._waiting = max(self._waiting, load.num_waiting_reqs)
+                try:
+                    await self._look()
+                except Exception:
+                    traceback.print_exc()
             await asyncio.sleep(every_s)
+
+    async def _look(self) -> None:
+        for load in await self._engine.tokenizer_manager.get_loads():
+            self._cache_use = max(self._cache_use, load.token_usage)
+            self._running = max(self._running, load.num_running_reqs)
+            self._waiting = max(self._waiting, load.num_waiting_reqs)
 
     def take(self) -> dict[str, Any]:
         """Return what was seen since the last call."""

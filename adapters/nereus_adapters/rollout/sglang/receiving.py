@@ -29,7 +29,8 @@ from nereus_core.errors import NereusError, WaitTimeout
 LOOK_S = 0.05
 """How often to look at what has no event of its own; chosen, not measured."""
 _IDLE_S = 30.0
-"""Longest that ranks take to finish the step they are in once all is interrupted. Chosen."""
+"""Longest that ranks take to finish the step they are in once all is interrupted; chosen,
+not measured."""
 
 
 class Declined(NereusError):
@@ -149,8 +150,10 @@ class Receiver:
     def _path(self) -> Iterator[Path]:
         """Return a path for what concerns one update."""
         path = Path(tempfile.gettempdir()) / f"update{next(self._serials)}"
-        yield path
-        path.unlink(missing_ok=True)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
     async def _wait_idle(self) -> None:
         """Wait until no rank computes, and forget keys and values of the weights so far."""

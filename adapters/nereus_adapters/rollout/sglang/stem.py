@@ -54,6 +54,7 @@ def main(descriptor: int, folder: Path) -> None:
         if not message:
             break
         lease = json.loads(message)
+        stem = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -61,7 +62,7 @@ def main(descriptor: int, folder: Path) -> None:
             control.close()
             os.close(woken)
             os.close(wake)
-            _be_engine(descriptors[0], lease)
+            _be_engine(descriptors[0], lease, stem)
         os.close(descriptors[0])
         engines[pid] = Path(lease["environment"]["TMPDIR"])
         control.send(json.dumps({"started": lease["name"], "pid": pid}).encode())
@@ -90,12 +91,12 @@ def _import_engine() -> None:
     import nereus_adapters.rollout.sglang.loading  # noqa: F401
 
 
-def _be_engine(descriptor: int, lease: dict[str, object]) -> None:
+def _be_engine(descriptor: int, lease: dict[str, object], stem: int) -> None:
     """Become the process of an engine; does not return."""
     code = 1
     try:
         os.setsid()  # its own process group: all of an engine can be ended by one id
-        end_with_parent()
+        end_with_parent(stem)
         from nereus_adapters.rollout.sglang.host import serve
 
         serve(Connection(descriptor), lease)

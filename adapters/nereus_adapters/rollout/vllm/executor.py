@@ -116,6 +116,9 @@ class LeasedExecutor(Executor):
             for ticket in tickets:
                 ticket.result(self._timeout_s)
             return _done(mine) if non_block else mine
+        for rank, peer in enumerate(self._peers, self._first):
+            if rank != self._last:
+                peer.read_ready()
         later = _Later(tickets[self._last - self._first], self._timeout_s)
         return later if non_block else later.result()
 

@@ -27,20 +27,27 @@ class Forked:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self._lock = threading.Lock()
         self._descriptor = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        """End it at once."""
-        with contextlib.suppress(OSError):  # it has ended by itself
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        """End it at once; nothing once it was let go of."""
+        with self._lock:
+            if self._descriptor >= 0:
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                    signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def ended(self, timeout_s: float) -> bool:
-        """Wait for its end; returns whether it came."""
-        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
+        """Wait for its end; returns whether it came: whoever lets go of it has seen it."""
+        descriptor = self._descriptor
+        return descriptor < 0 or bool(select.select([descriptor], [], [], timeout_s)[0])
 
     def close(self) -> None:
-        """Let go of it."""
-        os.close(self._descriptor)
+        """Let go of it. Safe to repeat."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class Stem:

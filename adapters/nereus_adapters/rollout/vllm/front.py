@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import pickle
 import threading
@@ -23,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from nereus_adapters.rollout.prctl import end_with_parent
 from nereus_adapters.rollout.vllm import executor, lease
-from nereus_adapters.rollout.vllm.hosting import drawn, request, update_infos
+from nereus_adapters.rollout.vllm.hosting import drawn, request, require_reset, update_infos
 from nereus_adapters.rollout.vllm.meter import Meter
 from nereus_adapters.rollout.vllm.transfer import BACKEND
 from nereus_adapters.rollout.vllm.values import BROKEN, Boot, Call, Drawn, Fork, Reply, Seen
@@ -40,7 +41,10 @@ class EndingExecutor(executor.LeasedExecutor):
     """The executor of a core that ends with its front."""
 
     def _init_executor(self) -> None:
-        end_with_parent()
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        assert parent.pid is not None
+        end_with_parent(parent.pid)
         super()._init_executor()
 
 
@@ -56,24 +60,33 @@ class Front:
     def __init__(self, llm: AsyncLLM, meter: Meter, driver: Connection) -> None:
         self._llm, self._meter, self._driver = llm, meter, driver
         self._version, self._broken = -1, False
+        self._arriving: dict[str, asyncio.Task[Any] | None] = {}
+        """Requests that vLLM is being told of: an abort would not find them yet."""
         self._responses: dict[str, asyncio.Task[None]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
 
-    async def run(self) -> None:
-        """Serve until the driver says goodbye."""
+    async def run(self, started: int) -> None:
+        """Answer the call that started the engine, and serve until the driver says goodbye."""
+        try:
+            await self._rpc("init_weight_transfer_engine", {"init_info": {}})
+        except Exception as error:
+            self._send(failed(started, error))
+            return
+        self._send(Reply(started))
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, args=[loop], daemon=True, name="driver").start()
-        await self._rpc("init_weight_transfer_engine", {"init_info": {}})
         watch = asyncio.create_task(self._watch())
         await self._ended.wait()
         watch.cancel()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while (call := self._driver.recv()) is not None:
-                loop.call_soon_threadsafe(self._take, call)
-        loop.call_soon_threadsafe(self._ended.set)
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while (call := self._driver.recv()) is not None:
+                    loop.call_soon_threadsafe(self._take, call)
+        finally:  # a message that cannot be read ends the front too, with what it was in the log
+            loop.call_soon_threadsafe(self._ended.set)
 
     def _take(self, call: Call) -> None:
         task = asyncio.create_task(self._answer(call))
@@ -109,6 +122,7 @@ class Front:
         refused = {}
         for asked in requests:
             name = asked["id"]
+            self._arriving[name] = asyncio.current_task()
             try:
                 made = request(asked["tokens"], asked["sampling"])
                 outputs = await self._llm.add_request(name, *made)
@@ -119,6 +133,8 @@ class Front:
             else:
                 self._responses[name] = asyncio.create_task(self._respond(name, outputs))
                 self._meter.busy(True)
+            finally:
+                del self._arriving[name]
         return refused
 
     async def _respond(self, name: str, outputs: Any) -> None:
@@ -137,6 +153,9 @@ class Front:
 
     async def do_interrupt(self, ids: list[str]) -> None:
         """Drop requests; what was drawn of them has been sent when this returns."""
+        arriving = {task for name in ids if (task := self._arriving.get(name)) is not None}
+        if arriving and (await asyncio.wait(arriving, timeout=_END_S))[1]:
+            raise WaitTimeout(f"vLLM to take {', '.join(ids)}, which are to be aborted", _END_S)
         await self._llm.abort(ids)
         # Each gets its last output from the abort.
         left = {name: self._responses[name] for name in ids if name in self._responses}
@@ -153,7 +172,7 @@ class Front:
         await self._rpc("update_weights", {"update_info": update_infos(manifest)})
         await self._rpc("finish_weight_update")
         await self._llm.update_weight_version(str(manifest.version))
-        await self._llm.reset_prefix_cache()
+        require_reset(await self._llm.reset_prefix_cache(), manifest.version)
         self._version = manifest.version
 
     async def do_signals(self) -> Seen:
@@ -180,9 +199,9 @@ def failed(call_id: int, error: BaseException) -> Reply:
     return Reply(call_id, None, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def serve(boot: Boot, fork: Fork) -> None:
-    """Be a front: the first call starts the engine."""
-    end_with_parent()
+def serve(boot: Boot, fork: Fork, stem: int) -> None:
+    """Be a front, forked by the process of a stem: the first call starts the engine."""
+    end_with_parent(stem)
     with Listener(fork.address, "AF_UNIX", authkey=bytes.fromhex(boot.secret)) as listener:
         driver = listener.accept()
     driver.recv()  # who it is: nobody else knows of this socket
@@ -196,8 +215,7 @@ def serve(boot: Boot, fork: Fork) -> None:
     except BaseException as error:
         driver.send(failed(call.id, error))
         return
-    driver.send(Reply(call.id))
-    asyncio.run(Front(llm, meter, driver).run())
+    asyncio.run(Front(llm, meter, driver).run(call.id))
 
 
 def _started(

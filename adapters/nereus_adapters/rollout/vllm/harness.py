@@ -54,7 +54,11 @@ class CpuFactory(VllmFactory):
         """Start an engine, and give its pipeline stages what vLLM forgets on a CPU."""
         engine = super().create(name, layout, devices)
         if layout.pp > 1:
-            engine.rpc("nereus_receive_buffer")
+            try:
+                engine.rpc("nereus_receive_buffer")
+            except BaseException:
+                engine.close()
+                raise
         return engine
 
 
@@ -107,7 +111,12 @@ def new_harness(
     Args:
         pool: seats of somebody else, who closes them.
         front: who steps the schedulers.
+
+    Raises:
+        ValueError: of another front.
     """
+    if front not in ("step", "async"):
+        raise ValueError(f"front is {front!r}; expected 'step' or 'async'")
     folder = tempfile.TemporaryDirectory(prefix="nereus-vllm-harness-")
     model = write_model(Path(folder.name))
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)

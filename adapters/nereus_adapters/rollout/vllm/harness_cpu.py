@@ -6,6 +6,7 @@ leaves out on a CPU without compilation: pipelines then fail at the first batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,17 @@ class CpuExtension(Extension):
                 dtype=runner.model_config.dtype,
                 device=torch.device("cpu"),
             )
+
+    def nereus_slow(self, step_s: float) -> None:
+        """Let every step take at least as long, until the engine ends."""
+        runner = self.model_runner
+        step = runner.execute_model
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(step_s)
+            return step(*args, **kwargs)
+
+        runner.execute_model = slow
 
     def nereus_peek(self) -> dict[str, Part]:
         """Return what this rank computes with: ``param/tensor`` -> offset in it, values."""

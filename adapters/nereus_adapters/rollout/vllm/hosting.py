@@ -70,7 +70,7 @@ class Hosted:
         self._rpc("update_weights", {"update_info": update_infos(manifest)})
         self._rpc("finish_weight_update")
         self._engine.set_weight_version(str(manifest.version))
-        self._engine.reset_prefix_cache()
+        require_reset(self._engine.reset_prefix_cache(), manifest.version)
         self._version = manifest.version
 
     def signals(self) -> Seen:
@@ -114,6 +114,15 @@ def request(
         **sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
     return {"prompt_token_ids": list(tokens)}, params
+
+
+def require_reset(done: bool, version: int) -> None:
+    """Raise RuntimeError where vLLM has kept keys and values that older weights made."""
+    if not done:
+        raise RuntimeError(
+            f"vLLM did not forget the keys and values of the weights before version {version}: "
+            "requests hold some, where none should be in flight; the engine is to be rebuilt"
+        )
 
 
 def drawn(output: Any, version: int) -> Drawn:

@@ -192,9 +192,24 @@ class Peer:
         while not ticket.done:
             if not self.connection.poll(timeout_s):
                 raise WaitTimeout(f"{self.name} to answer its leader", timeout_s)
-            ok, value = cloudpickle.loads(self.connection.recv_bytes())
-            first = self._open.popleft()
-            first.done, first.ok, first.value = True, ok, value
+            self._read_one()
+
+    def read_ready(self) -> None:
+        """Read the answers that have come, of calls whose tickets nobody keeps.
+
+        Somebody has to: a follower whose answers fill its socket waits there, and all ranks for it.
+
+        Raises:
+            RuntimeError: what one of the calls raised, with its traceback.
+        """
+        while self._open and self.connection.poll(0):
+            self._read_one().result(0)
+
+    def _read_one(self) -> Ticket:
+        ok, value = cloudpickle.loads(self.connection.recv_bytes())
+        first = self._open.popleft()
+        first.done, first.ok, first.value = True, ok, value
+        return first
 
     def close(self) -> None:
         """End the lease."""

@@ -230,14 +230,14 @@ class SeatPool:
     def _started(self, device: Device, *, front: bool = False) -> SeatProcess:
         name = str(next(self._count))
         address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
-        deadline = time.monotonic() + self._start_s
+        deadline_s = time.monotonic() + self._start_s
         process = self._stem.fork(Fork(str(address), str(log), front))
         while (connection := self._connected(address)) is None:
             if process.ended(0.005):
                 error = SeatDead(device, None, "its start")
                 error.add_note(log.read_text(encoding="utf-8", errors="replace")[-4000:])
                 raise error
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline_s:
                 process.kill()
                 raise WaitTimeout(f"seat {device} to come up", self._start_s)
         connection.send(DRIVER)

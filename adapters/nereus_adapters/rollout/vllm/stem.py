@@ -50,9 +50,10 @@ def main() -> None:
         except EOFError:
             shutil.rmtree(boot.folder, ignore_errors=True)
             return
+        stem = os.getpid()
         child = os.fork()
         if child == 0:
-            _be_a_seat(boot, fork, answers)
+            _be_a_seat(boot, fork, answers, stem)
         answers.write(b"%d\n" % child)
 
 
@@ -63,7 +64,7 @@ def _answers() -> BinaryIO:
     return mine
 
 
-def _be_a_seat(boot: Boot, fork: Fork, answers: BinaryIO) -> None:
+def _be_a_seat(boot: Boot, fork: Fork, answers: BinaryIO, stem: int) -> None:
     from nereus_adapters.rollout.vllm import front, serve
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -75,7 +76,10 @@ def _be_a_seat(boot: Boot, fork: Fork, answers: BinaryIO) -> None:
     os.dup2(log, 2)
     code = 1
     try:
-        (front.serve if fork.front else serve.serve)(boot, fork)
+        if fork.front:
+            front.serve(boot, fork, stem)
+        else:
+            serve.serve(boot, fork)
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
