@@ -13,10 +13,10 @@ pytestmark = pytest.mark.real
 
 CAUSES = (
     "ended .* during digests of actor/train",
-    "ended .* during the weight-sync group of 1 engines",
+    "(ended .* during|waited 60 s for) the weight-sync group of 1 engines",
     "waited 60 s for the (weight-sync group of|broadcast of weights to) 1 engines",
 )
-"""What is awaited when a rank dies, an engine dies, an engine hangs."""
+"""What is awaited when a rank dies, an engine dies (Ray may be slow to say so), an engine hangs."""
 
 
 def test_what_fails_while_a_job_changes_leaves_the_old_job_and_what_dies_is_named(assets, tmp_path):
