@@ -30,6 +30,7 @@ def core(engine):
 
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
 def test_greedy_tokens_equal_hugging_face_on_seats_that_stay(factory, begin, weights, layout):
+    factory.pool.start(DEVICES)  # a test before may have killed one
     seats = {d: factory.pool.seat(d).pid for d in DEVICES}
     engine = begin(layout, weights.publish(1))
     front = psutil.Process(engine.processes[0].pid)
