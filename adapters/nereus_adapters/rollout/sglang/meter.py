@@ -47,6 +47,9 @@ class Meter:
         self._preemptions += max(0, retractions - max(0, known))
         self._retractions[prompt_id] = max(retractions, known, 0 if num_tokens else known)
         self._tokens += num_tokens
+        # Looks come between steps of the scheduler; what has tokens and goes on is running.
+        drawing = sum(known >= 0 for known in self._retractions.values())
+        self._running = max(self._running, drawing)
 
     def left(self, prompt_id: str) -> None:
         """A response has ended."""
