@@ -56,7 +56,7 @@ def test_signals_of_each_replica_are_observed(harness):
     running.require_signals()
 
 
-def test_old_engines_end_once_new_ones_serve(harness):
+def test_old_engines_end_once_new_ones_serve(harness, monkeypatch):
     running = Running(harness)
     a, b = running.devices[:2]
     old, factory, seen = alive(running), harness.behind.factory, []
@@ -66,11 +66,9 @@ def test_old_engines_end_once_new_ones_serve(harness):
         seen.append(alive(running))
         return create(name, layout, devices)
 
-    factory.create = watched
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(factory, "create", watched)
         running.perform(Merge, tuple(u.id for u in running.own), running.unit(TP2, a, b))
-    finally:
-        factory.create = create
     assert seen == [old]
     assert len(alive(running)) == 1
     assert not alive(running) & old
@@ -78,7 +76,7 @@ def test_old_engines_end_once_new_ones_serve(harness):
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "in their place"])
-def test_engines_that_do_not_come_up_leave_the_old_ones(harness, beside):
+def test_engines_that_do_not_come_up_leave_the_old_ones(harness, monkeypatch, beside):
     running = Running(harness, TP2)
     a, b = running.devices[:2]
     old, units, factory = alive(running), running.own, harness.behind.factory
@@ -89,12 +87,11 @@ def test_engines_that_do_not_come_up_leave_the_old_ones(harness, beside):
             raise EngineError(name, "come up", "told to")
         return create(name, layout, devices)
 
-    factory.create, factory._beside = refuse, beside
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(factory, "create", refuse)
+        patch.setattr(factory, "_beside", beside)
         with pytest.raises(EngineError, match="told to"):
             running.perform(Split, units[0].id, (running.unit(ONE, a), running.unit(ONE, b)))
-    finally:
-        factory.create, factory._beside = create, True
     assert running.own == units
     assert (alive(running) == old) == beside  # the same engine, or another like it
     assert len(alive(running)) == 1

@@ -58,7 +58,7 @@ def test_a_seat_killed_in_a_transition_is_replaced_and_the_transition_ends(harne
     running.require_right_tokens()
 
 
-def test_a_device_lost_in_a_transition_leaves_what_is_intact(harness):
+def test_a_device_lost_in_a_transition_leaves_what_is_intact(harness, monkeypatch):
     running = Running(harness)
     a, b = running.devices[:2]
     units = running.own
@@ -74,7 +74,7 @@ def test_a_device_lost_in_a_transition_leaves_what_is_intact(harness):
     running.require_right_tokens()
 
 
-def test_a_device_lost_as_new_engines_start_leaves_what_is_intact(harness):
+def test_a_device_lost_as_new_engines_start_leaves_what_is_intact(harness, monkeypatch):
     running = Running(harness)
     a, b = running.devices[:2]
     units, factory = running.own, harness.behind.factory
@@ -86,12 +86,10 @@ def test_a_device_lost_as_new_engines_start_leaves_what_is_intact(harness):
             raise EngineError(name, "start", "told to")
         return create(name, layout, devices)
 
-    factory.create = fail
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(factory, "create", fail)
         with pytest.raises(UnitLost, match="lost actor/generate#1"):
             running.perform(Merge, tuple(u.id for u in units), running.unit(TP2, a, b))
-    finally:
-        factory.create = create
     assert running.own == units[:1]
     running.require_right_tokens()
 
@@ -140,7 +138,7 @@ def test_signals_of_each_replica_are_observed(harness):
     running.require_signals()
 
 
-def test_engines_that_do_not_come_up_leave_the_old_ones(harness):
+def test_engines_that_do_not_come_up_leave_the_old_ones(harness, monkeypatch):
     running = Running(harness)
     a, b = running.devices[:2]
     units, factory = running.own, harness.behind.factory
@@ -151,12 +149,10 @@ def test_engines_that_do_not_come_up_leave_the_old_ones(harness):
             raise EngineError(name, "start", "told to")
         return create(name, layout, devices)
 
-    factory.create = refuse
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(factory, "create", refuse)
         with pytest.raises(EngineError, match="told to"):
             running.perform(Merge, tuple(u.id for u in units), running.unit(TP2, a, b))
-    finally:
-        factory.create = create
     assert running.own == units
     running.require_right_tokens()
     running.perform(Merge, tuple(u.id for u in units), running.unit(TP2, a, b))
