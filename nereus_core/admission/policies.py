@@ -64,10 +64,10 @@ class Policy:
 def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     """The saving repays the transition before the trigger is expected to cross again.
 
-    First hysteresis: a cooldown after each transition, unless the saving of the steps to wait for is
-    more than the change may cost; and a saving that, even at its upper bound, is a least part of a
-    step. Then the lower bound of the saving, over the expected steps, against
-    the upper bound of the cost: what passes repays even if both are as bad as they may be.
+    First hysteresis: a cooldown after each transition, unless the steps to wait for would save more
+    than the change may cost; and a saving that, even at its upper bound, is a least part of a step.
+    Then the lower bound of the saving, over the expected steps, against the upper bound of the
+    cost: what passes repays even if both are as bad as they may be.
 
     What does not may still be worth a trial, since a plan is judged again once it has been seen
     running (`nereus_core.knowledge`) and what was learned of its layouts stays. A trial is worth
