@@ -66,7 +66,7 @@ class Window:
         found = ctypes.create_string_buffer(len(self.token))
         here = np.array([[ctypes.addressof(found), len(found)]], dtype=np.uint64)
         there = np.array([[self.token_at, len(self.token)]], dtype=np.uint64)
-        code = _copied(self.pid, here, there)
+        code = copied(self.pid, here, there)
         if code:
             raise Unreadable(self.pid, os.strerror(code))
         if found.raw != self.token:
@@ -108,7 +108,7 @@ def fetch(window: Window, where: Spot, into: torch.Tensor, summed: xxhash.xxh3_6
     for remote, local in zip(
         _cut(_runs(shape, there, length, each)), _cut(_runs(shape, here, length, each)), strict=True
     ):
-        code = _copied(window.pid, local, remote)
+        code = copied(window.pid, local, remote)
         if code:
             cause = f"process {window.pid}: {os.strerror(code)}"
             raise PeerLost("of seats on one host", "a read of state", cause)
@@ -163,8 +163,8 @@ def _cut(runs: Runs) -> Iterator[Runs]:
         yield np.ascontiguousarray(runs[first : first + step])
 
 
-def _copied(pid: int, local: Runs, remote: Runs) -> int:
-    """Copy runs; return 0, or the number of the error."""
+def copied(pid: int, local: Runs, remote: Runs) -> int:
+    """Copy runs out of another process, one call; return 0, or the number of the error."""
     call = _readv()
     if call is None:
         return errno.ENOSYS
