@@ -170,9 +170,16 @@ class Placer:
     def _as_good(self, plan: Plan, limit_s: float) -> bool:
         return (
             self.space.constraints.allows(plan, self.current)
+            and self._inside(plan)
             and self._cost.step(plan, self._lengths).step.mean_s <= limit_s
             and self._cost.memory_problem(plan, self._lengths) is None
         )
+
+    def _inside(self, plan: Plan) -> bool:
+        """Whether units that must not cross nodes do not: beside others they may be packed so."""
+        bound = self._cost.job.within_node
+        units = (unit for stage in bound if stage in plan for unit in plan[stage].units)
+        return all(len({device.node for device in unit}) == 1 for unit in units)
 
 
 def _distinct(plans: Iterable[Plan]) -> Iterator[Plan]:
