@@ -15,9 +15,11 @@ from nereus_core.hookspecs import hookimpl
 from nereus_core.workload import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from nereus_adapters.verl.adapter import VerlAdapter
+    from nereus_adapters.verl.harness import VerlHarness
     from nereus_core.config import NereusConfig
 
 NAME = "verl"
@@ -50,7 +52,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         requirement="verl>=0.9,<0.10",
         install="pip install 'nereus[verl]'",
         seams=SEAMS,
-        tiers=(),
+        tiers=("real",),
     )
 
 
@@ -64,6 +66,18 @@ def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> Ve
     if not hasattr(handle, "actor_rollout_wg") or not hasattr(handle, "llm_server_manager"):
         raise WrongHandle(NAME, handle, "a verl v1 PPOTrainer whose init() has been called")
     return VerlAdapter(handle, config)
+
+
+@hookimpl(optionalhook=True)
+def nereus_conformance_harness(
+    name: str, tier: str, options: Mapping[str, str]
+) -> VerlHarness | None:
+    """Return the harness of the real tier; ``stand`` names what its jobs stand on."""
+    if name != NAME or tier != "real":
+        return None
+    from nereus_adapters.verl.harness import VerlHarness
+
+    return VerlHarness.of(options)
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own
