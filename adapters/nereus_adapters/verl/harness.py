@@ -21,6 +21,7 @@ from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import behind
 from nereus_adapters.verl.adapter import VerlAdapter
 from nereus_adapters.verl.driven import DEVICES, ROLE_OF, WAIT_S, Running
+from nereus_adapters.verl.reading import workload_of
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import ConfigError, Unsupported
@@ -31,13 +32,10 @@ from nereus_core.plan import Plan
 from nereus_core.units import UnitId
 from nereus_core.workload import (
     ACTOR_GENERATE,
-    ALGORITHMS,
     FLOAT32,
-    REF_INFER,
     Algorithm,
     Job,
     ModelStage,
-    Workload,
 )
 
 _WIDE = (
@@ -112,7 +110,7 @@ class VerlHarness:
         """One node of four devices; actor, reference and critic, all in the same processes."""
         self._open()
         spec = ModelSpec.from_hf_config(self._stand.model, name="actor")
-        workload = _workload(algorithm)
+        workload = workload_of(algorithm, reference=True)
         models = {"actor": spec, "ref": replace(spec, name="ref")}
         if algorithm == "ppo":
             models["critic"] = spec.as_critic("critic")
@@ -289,13 +287,3 @@ def composed(arguments: Sequence[str], changes: Sequence[str]) -> Any:
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=[*arguments, *changes])
-
-
-def _workload(algorithm: Algorithm) -> Workload:
-    """Return the core's workload; verl's reference has no origin that is read again."""
-    usual = ALGORITHMS[algorithm]()
-    nodes = tuple(
-        replace(node, origin=False) if node.model_stage == REF_INFER else node
-        for node in usual.nodes
-    )
-    return replace(usual, nodes=nodes)
