@@ -42,6 +42,24 @@ CAPABILITIES = Capabilities(
 )
 
 
+_WITH_THE_SWITCH = (
+    "what the job steps on is freed with the epoch switch and not before, so that the old ranks can "
+    f"meet again where the new ones cannot, {_ISSUE}"
+)
+KNOWN_FAILURES = {
+    "test_memory_is_free_when_destroy_returns": _WITH_THE_SWITCH,
+    "test_merge_undoes_split[generate]": _WITH_THE_SWITCH,
+    "test_extended_rollout_serves_the_source_version": (
+        "what it serves is the newest version; at the boundary it does not hold it yet, because "
+        f"verl's weight synchronization comes right after it, {_ISSUE}"
+    ),
+    "test_moved_bytes_equal_the_planned_routes[tp2pp1]": (
+        "tp2 stands for an FSDP group of two ranks, which cuts norms too: less is moved than between "
+        f"tensor-parallel ranks, {_ISSUE}"
+    ),
+}
+
+
 @hookimpl
 def nereus_declare_adapter() -> AdapterDeclaration:
     """Declare the adapter without importing verl."""
@@ -53,6 +71,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         install="pip install 'nereus[verl]'",
         seams=SEAMS,
         tiers=("real",),
+        known_failures=KNOWN_FAILURES,
     )
 
 

@@ -44,7 +44,7 @@ _WIDE = (
     "actor_rollout_ref.ref.fsdp_config.fsdp_size=1",
 )
 """Every trainer starts on all devices, each of them a whole copy."""
-_LOSSES = {"actor": "actor/pg_loss", "critic": "critic/vf_loss"}
+_LOSSES = {"actor": "actor/loss", "critic": "critic/vf_loss"}
 
 
 class Stand(Protocol):

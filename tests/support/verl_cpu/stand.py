@@ -49,6 +49,8 @@ class Stand:
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
             *(["critic.ppo_mini_batch_size=4"] if algorithm == "ppo" else []),
             "actor_rollout_ref.rollout.n=2",
+            # With one mini-batch a step, the policy's loss alone is 0 but for rounding.
+            "actor_rollout_ref.actor.entropy_coeff=0.01",
             "trainer.logger=[]",
             f"+ray_kwargs.ray_init.runtime_env.py_executable='{self._stem}'",
             "+ray_kwargs.ray_init.log_to_driver=False",
