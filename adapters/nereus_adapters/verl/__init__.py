@@ -43,8 +43,8 @@ CAPABILITIES = Capabilities(
 
 
 _WITH_THE_SWITCH = (
-    "what the job steps on is freed with the epoch switch and not before, so that the old ranks can "
-    f"meet again where the new ones cannot, {_ISSUE}"
+    "what the job steps on is freed with the epoch switch and not before, so that the old ranks "
+    f"can meet again where the new ones cannot, {_ISSUE}"
 )
 KNOWN_FAILURES = {
     "test_memory_is_free_when_destroy_returns": _WITH_THE_SWITCH,
@@ -54,8 +54,8 @@ KNOWN_FAILURES = {
         f"verl's weight synchronization comes right after it, {_ISSUE}"
     ),
     "test_moved_bytes_equal_the_planned_routes[tp2pp1]": (
-        "tp2 stands for an FSDP group of two ranks, which cuts norms too: less is moved than between "
-        f"tensor-parallel ranks, {_ISSUE}"
+        "tp2 stands for an FSDP group of two ranks, which cuts norms too: less is moved than "
+        f"between tensor-parallel ranks, {_ISSUE}"
     ),
 }
 
