@@ -163,9 +163,16 @@ class Placer:
             if self._cost.job.global_batch % self.current[stage].dp:
                 continue
             trial = Plan({**plan, stage: self.current[stage]})
-            if self._as_good(trial, limit_s):
+            if self._ties_hold(trial) and self._as_good(trial, limit_s):
                 plan = trial
         return plan
+
+    def _ties_hold(self, plan: Plan) -> bool:
+        """Whether stages that live in the same processes hold the same devices."""
+        return all(
+            len({plan[stage].devices for stage in group if stage in plan}) == 1
+            for group in self._cost.job.together
+        )
 
     def _as_good(self, plan: Plan, limit_s: float) -> bool:
         return (
