@@ -149,16 +149,23 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
             problems.append(f"{stage}: a device is in two units")
         if any(len(unit) != placement.layout.num_devices for unit in placement.units):
             problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
-        if stage in job.within_node:
-            problems += [
-                f"{stage}: a unit lies on {', '.join(nodes)}, and has to lie on one node"
-                for unit in placement.units
-                if len(nodes := sorted({d.node for d in unit})) > 1
-            ]
         problems += [f"{stage}: {d} is not healthy" for d in sorted(set(listed) - healthy)]
         shared = job.device_batch if stage.stage is not Stage.GENERATE else None
         if shared is not None and listed and shared % len(listed):
             problems.append(f"{stage}: {len(listed)} devices do not divide {shared} sequences")
+    return (*problems, *place_problems(plan, job))
+
+
+def place_problems(plan: Plan, job: Job) -> tuple[str, ...]:
+    """Say what a plan breaks of the job's rules on where stages lie (`plan_problems` has all)."""
+    problems = []
+    for stage in sorted(job.within_node.intersection(plan)):
+        for unit in plan[stage].units:
+            nodes = sorted({device.node for device in unit})
+            if len(nodes) > 1:
+                problems.append(
+                    f"{stage}: a unit lies on {', '.join(nodes)}, and has to lie on one node"
+                )
     for group in job.together:
         held = {plan[stage].devices for stage in group if stage in plan}
         if len(held) > 1:

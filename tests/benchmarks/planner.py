@@ -122,7 +122,7 @@ def decided_ms(job: Job) -> float | None:
     inverse = cost.efficiencies.log_inverse * 1.001
     refined = replace(cost, efficiencies=replace(cost.efficiencies, log_inverse=inverse))
     step = replace(known, cost=refined, lengths=drawn(1), watch=watch)
-    if watch is None or not watch.still_good(refined, drawn(1), constraints, DELTA):
+    if watch is None or not watch.still_good(refined, drawn(1), constraints, policy.delta):
         return None
     assert "by bounds alone" in decision(step).decision.rule
     return median_ms(lambda _: decision(step), 20 * REPEAT)
