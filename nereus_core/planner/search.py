@@ -7,8 +7,9 @@ visited in order of its bound, with the groups' true shapes on the nodes and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations, product
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class _Search:
                 break
             if blocks not in self._by_partition:
                 self._solve(blocks, self._likely_sizes(blocks), np.inf)
-        taken = {s.blocks for s in best[:1]}
+        taken = {tuple(sorted(s.blocks)) for s in best[:1]}
         others = [s for b, s in self._by_partition.items() if b not in taken]
         return tuple(sorted(others, key=lambda s: (s.seconds, s.blocks)))
 
@@ -121,7 +122,27 @@ class _Search:
                 tied_visits += 1
                 if tied_visits > _TIED_KEPT:
                     break
-            self._solve(blocks, tuple(int(z) for z in sizes[i]), self._best_s * (1 + TIE))
+            own = tuple(int(z) for z in sizes[i])
+            for order in self._orders(blocks, own):
+                self._solve(order, own, self._best_s * (1 + TIE))
+
+    def _orders(self, blocks: Blocks, sizes: tuple[int, ...]) -> Iterator[Blocks]:
+        """Yield the orders of groups of one size that lie on nodes in different ways.
+
+        Devices are cut off in order of sizes, those of one size in the order of their blocks.
+        """
+        shapes = [self._shape(*span) for span in cut(sizes)]
+        mixed = [
+            [i for i, z in enumerate(sizes) if z == size]
+            for size in sorted(set(sizes))
+            if len({shape for z, shape in zip(sizes, shapes, strict=True) if z == size}) > 1
+        ]
+        for chosen in product(*map(permutations, mixed)):
+            order = list(range(len(blocks)))
+            for places, groups in zip(mixed, chosen, strict=True):
+                for place, group in zip(places, groups, strict=True):
+                    order[place] = group
+            yield tuple(blocks[group] for group in order)
 
     def _shape(self, start: int, end: int) -> Shape:
         if (start, end) not in self._shapes:
@@ -169,9 +190,10 @@ class _Search:
         return level_s, group_s, picks
 
     def _keep(self, solution: Solution) -> None:
-        known = self._by_partition.get(solution.blocks)
+        partition = tuple(sorted(solution.blocks))
+        known = self._by_partition.get(partition)
         if known is None or solution.seconds < known.seconds:
-            self._by_partition[solution.blocks] = solution
+            self._by_partition[partition] = solution
         if solution.seconds < self._best_s * (1 - TIE):
             self._tied = [s for s in self._tied if s.seconds <= solution.seconds * (1 + TIE)]
         if solution.seconds <= self._best_s * (1 + TIE) and len(self._tied) < _TIED_KEPT:

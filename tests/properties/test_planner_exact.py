@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -89,7 +89,7 @@ class Exhaustive:
         self.level = levels(cost.job.workload)
         nodes = sorted(cost.job.cluster.nodes().values(), key=lambda n: -len(n))
         self.devices = [d for node in nodes for d in node]
-        self._tables, self._ways, self._shared = {}, {}, {}
+        self._tables, self._ways, self._shared, self._spans = {}, {}, {}, {}
 
     def ways(self, stage, span):
         """Placements (with their rounds) in a span: seconds, bytes that stay, bytes that run."""
@@ -139,36 +139,48 @@ class Exhaustive:
             level_s[:, sorted(set(training))].sum(axis=1), group_s.sum(axis=2).max(axis=1)
         )
 
+    def spans(self, sizes):
+        """Where groups of these sizes lie, the largest first; those of one size in every order that
+        makes a difference to any.
+        """
+        if sizes not in self._spans:
+            found = {}
+            for order in permutations(range(len(sizes))):
+                spans, start = [(0, 0)] * len(sizes), 0
+                for i in sorted(order, key=lambda i: -sizes[i]):
+                    spans[i] = (start, start + sizes[i])
+                    start += sizes[i]
+                nodes = ([d.node for d in self.devices[slice(*span)]] for span in spans)
+                cuts = tuple(tuple(sorted(map(n.count, set(n)))) for n in nodes)
+                found.setdefault(cuts, spans)
+            self._spans[sizes] = list(found.values())
+        return self._spans[sizes]
+
     def fewest(self):
         """Fewest seconds of all, and a plan that has them, or None."""
         best, plan, total = np.inf, None, len(self.devices)
-        order = {stage: i for i, stage in enumerate(self.cost.job.workload.stages)}
-        for found in set_partitions(list(order)):
-            # Groups of one size take devices in the order of their first stages.
-            blocks = [tuple(sorted(block, key=order.__getitem__)) for block in found]
-            blocks.sort(key=lambda block: order[block[0]])
+        for blocks in map(tuple, set_partitions(list(self.cost.job.workload.stages))):
+            blocks = [tuple(block) for block in blocks]
             for sizes in product(range(1, total + 1), repeat=len(blocks)):
                 if sum(sizes) > total:
                     continue
-                spans, start = [(0, 0)] * len(blocks), 0
-                for i in sorted(range(len(blocks)), key=lambda i: -sizes[i]):  # largest first
-                    spans[i] = (start, start + sizes[i])
-                    start += sizes[i]
-                found = [self.shared(b, span) for b, span in zip(blocks, spans, strict=True)]
-                at = np.indices([len(f[0]) for f in found]).reshape(len(blocks), -1)
-                if not at.shape[1]:
-                    continue
-                step = self.step_s(np.stack([f[0][i] for f, i in zip(found, at, strict=True)], 1))
-                j = int(np.argmin(step))
-                if step[j] < best:
-                    best = float(step[j])
-                    plan = Plan(
-                        {
-                            s: self.ways(s, spans[b])[0][found[b][1][i, at[b, j]]]
-                            for b, block in enumerate(blocks)
-                            for i, s in enumerate(block)
-                        }
-                    )
+                for spans in self.spans(sizes):
+                    found = [self.shared(b, span) for b, span in zip(blocks, spans, strict=True)]
+                    at = np.indices([len(f[0]) for f in found]).reshape(len(blocks), -1)
+                    if not at.shape[1]:
+                        continue
+                    ways = [f[0][i] for f, i in zip(found, at, strict=True)]
+                    step = self.step_s(np.stack(ways, 1))
+                    j = int(np.argmin(step))
+                    if step[j] < best:
+                        best = float(step[j])
+                        plan = Plan(
+                            {
+                                s: self.ways(s, spans[b])[0][found[b][1][i, at[b, j]]]
+                                for b, block in enumerate(blocks)
+                                for i, s in enumerate(block)
+                            }
+                        )
         return best, plan
 
 
