@@ -13,9 +13,9 @@ from nereus_adapters.rollout.segment import held, path
 from nereus_adapters.torch.adapter import TorchAdapter
 from nereus_adapters.torch.launch import TorchLaunched
 from nereus_core.cluster import Device
-from nereus_core.errors import Infeasible
+from nereus_core.errors import Infeasible, UnitLost
 from nereus_core.plan import Plan
-from nereus_core.primitives import Destroy, Extend, Merge
+from nereus_core.primitives import Destroy, Extend, Merge, Split
 from nereus_core.units import Unit, UnitId
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN
 
@@ -59,7 +59,7 @@ class Running:
 
     def extend(self, device):
         unit = self.unit(ONE, device)
-        self.perform(Extend(f"to {device}", (self.own[0].id,), unit))
+        self.perform(Extend(f"extend {unit.id}", (self.own[0].id,), unit))
         return unit
 
     def require_right_tokens(self):
@@ -87,7 +87,9 @@ def nodes():
 @pytest.fixture(scope="module")
 def running(nodes, tmp_path_factory):
     """One job for all tests here: the last of them loses host B."""
-    made = Running(nodes, tmp_path_factory.mktemp("job"))
+    made = Running(
+        nodes, tmp_path_factory.mktemp("job"), prompts_per_step=6, max_response_tokens=100
+    )
     yield made
     made.launched.close()
     assert not held()
@@ -112,25 +114,26 @@ def test_a_replica_moves_to_another_host_and_its_weights_with_it(running):
     here = running.extend(A)
     with pytest.raises(Infeasible, match=r"tp2pp1 would lie on node0 and node1"):
         running.perform(Merge("across", (here.id, there.id), running.unit(TP2, A, B)))
-    running.require_right_tokens()
+    running.perform(Destroy("from A again", here.id))
     running.perform(Merge("on B", (there.id, other.id), running.unit(TP2, B, B1)))
     running.require_right_tokens()
     running.require_read_on_own_host()
-    train = running.adapter.units().of(ACTOR_TRAIN)[0].id
-    merged = next(unit.id for unit in running.own if unit.layout == TP2)
+    merged, train = (running.adapter.units().of(s)[0].id for s in (ACTOR_GENERATE, ACTOR_TRAIN))
     seen, trained = (running.adapter.fingerprint(unit) for unit in (merged, train))
     assert {k: trained.tensors[k] for k in seen.tensors} == seen.tensors
-    running.perform(Destroy("from B", merged))
-    assert [unit.id for unit in running.own] == [here.id]
+    halves = (running.unit(ONE, B), running.unit(ONE, B1))
+    running.perform(Split("on B again", merged, halves))
+    running.perform(Destroy("from B1", halves[1].id))
+    running.extend(A)
     running.require_right_tokens()
 
 
 def test_weights_garbled_between_hosts_are_published_again(running):
     job = running.job.engines
     version, hosts = job.trainer.version, running.hosts.weights
-    engine = job.factory.create("on B", ONE, (B,))
+    engine = job.factory.create("on B1", ONE, (B1,))
     try:
-        manifest = hosts.manifest(job.supply.store.get(version), (ONE, B))
+        manifest = hosts.manifest(job.supply.store.get(version), (ONE, B1))
         piece = manifest.ranks[0][-1]
         with path(piece.segment).open("r+b") as content:
             content.seek(piece.offset)
@@ -148,11 +151,11 @@ def test_weights_garbled_between_hosts_are_published_again(running):
 def test_a_trainer_in_the_process_of_the_driver_sends_to_hosts_too(running):
     factory = running.job.engines.factory
     weights = Weights(running.folder, running.job.job.model(ACTOR_TRAIN), seed=11)
-    engine = factory.create("elsewhere", TP2, (B, B1))
+    engine = factory.create("elsewhere", ONE, (B1,))
     try:
         published = weights.publish(1)
         before = running.hosts.delivery.sent_bytes
-        engine.update_weights(1, factory.hosts.manifest(published, (TP2, B)))
+        engine.update_weights(1, factory.hosts.manifest(published, (ONE, B1)))
         assert running.hosts.delivery.sent_bytes - before == published.num_bytes
         for prompt in prompts(2, 16):
             found = engine.submit(prompt).result(WAIT_S)
@@ -164,7 +167,7 @@ def test_a_trainer_in_the_process_of_the_driver_sends_to_hosts_too(running):
 
 
 def test_a_host_that_is_lost_takes_its_replica_and_no_token(nodes, until, running):
-    running.extend(B)
+    assert [unit.devices for unit in running.own] == [(B,), (A,)]
     fleet = running.job.engines.fleet
     asked = prompts(12, 100)
     futures = [fleet.submit(prompt) for prompt in asked]
@@ -176,3 +179,12 @@ def test_a_host_that_is_lost_takes_its_replica_and_no_token(nodes, until, runnin
         assert len(tokens) == 100
         assert tokens[:16] == greedy(running.job, running.folder, prompt.tokens)
     until(lambda: {B, B1} <= running.job.failed, "the loss of a node")
+
+    # The job names what went, and goes on with what is left.
+    with pytest.raises(UnitLost, match="actor/generate"):
+        running.launched.step()
+    with running.adapter.boundary([ACTOR_GENERATE], timeout_s=60):
+        running.adapter.relink(Plan.of_units(running.adapter.units()))
+    assert [unit.devices for unit in running.own] == [(A,)]
+    running.launched.step()
+    running.require_right_tokens()
