@@ -39,8 +39,9 @@ def measured(*, quick: bool) -> dict[str, Any]:
     from nereus_adapters.rollout.store import publish_here
     from nereus_adapters.rollout.vllm.factory import VllmFactory
     from nereus_adapters.rollout.vllm.harness import TINY, settings, write_model
+    from nereus_adapters.rollout.vllm.seat_hosts import OneHost
     from nereus_adapters.rollout.vllm.seats import SeatPool
-    from nereus_adapters.rollout.vllm.settings import CPU_ENV, SEAT_ENV
+    from nereus_adapters.rollout.vllm.settings import environment
     from nereus_core.cluster import Device
     from nereus_core.layout import Layout
     from nereus_core.model import ModelSpec
@@ -66,7 +67,7 @@ def measured(*, quick: bool) -> dict[str, Any]:
             dtype="float32",
             max_devices=2,
         )
-        pool = SeatPool("cpu", {**SEAT_ENV, **CPU_ENV})
+        pool = SeatPool(OneHost("cpu", environment("cpu")))
         try:
             pool.start(devices)
             factory = VllmFactory(settings(small), spec, devices, pool=pool)

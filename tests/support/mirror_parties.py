@@ -9,6 +9,8 @@ from nereus_adapters.rollout.mirror import Party
 
 def main() -> None:
     """Be a party: what to do comes pickled on stdin, what came of it goes to stdout."""
+    pickle.dump("here", sys.stdout.buffer)  # imports are done
+    sys.stdout.buffer.flush()
     told = pickle.load(sys.stdin.buffer)
     time.sleep(told["late_s"])  # the order in which parties come is what is tested
     try:

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
 from nereus_adapters.rollout.ports import Prompt, Sampling
@@ -26,6 +27,14 @@ def prompts(count, max_tokens=24):
         )
         for i in range(count)
     ]
+
+
+@pytest.fixture
+def harness(launcher):
+    """What launches jobs (each suite has its `launcher`); engines end with the test."""
+    yield launcher
+    for engine in launcher.running_job.release():
+        engine.close()
 
 
 class Running:

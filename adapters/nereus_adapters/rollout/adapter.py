@@ -16,6 +16,7 @@ from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.capabilities import Capabilities, Feature
 from nereus_core.errors import (
     Diverged,
+    Infeasible,
     NereusError,
     OutOfDeviceMemory,
     UnitLost,
@@ -113,6 +114,9 @@ class RolloutAdapter(LedgerAdapter):
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         running = self._running
+        for unit in created(op):
+            if problem := running.factory.problem(unit.layout, unit.devices):
+                raise Infeasible(f"{op}: {problem}.", op)
         moved, kept = primitive_bytes(op, units, running.job)
         enter(Phase.PREPARE)
         running.rebuilds.settled(ended(op))
@@ -137,7 +141,9 @@ class RolloutAdapter(LedgerAdapter):
             return version
         if len(set(found.values())) > 1:
             raise Diverged(sources(op), "the version of their weights", op)
-        return next(iter(found.values()))
+        version = next(iter(found.values()))
+        running.supply.ensure(version)
+        return version
 
     def _extend(self, op: Extend, version: int, enter: Enter) -> None:
         running = self._running

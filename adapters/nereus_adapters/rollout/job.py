@@ -53,7 +53,7 @@ class RolloutJob:
         check_plan(plan, job)
         self._job, self.factory, self.trainer = job, factory, trainer
         self.gate = gate or Gate(wait_s, asynchronous=job.workload.asynchronous)
-        self.supply = Supply(trainer)
+        self.supply = Supply(trainer, factory.hosts)
         self.fleet = Fleet(wait_s=wait_s)
         self._lock = threading.RLock()
         self._units: dict[UnitId, Unit] = {}
@@ -160,6 +160,7 @@ class RolloutJob:
         ):
             return
         self.supply.ensure(version)
+        self.supply.deliver(version, self.fleet.engines().values())
         self.rebuilds.bring(self.units.of(ACTOR_GENERATE), version)
         self.fleet.serve_version(version)
         self._prune()

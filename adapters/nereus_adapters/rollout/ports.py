@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from nereus_adapters.rollout.hosts import Hosts
 from nereus_adapters.rollout.weights import Manifest
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError
@@ -217,6 +218,15 @@ class EngineFactory(Protocol):
     @property
     def beside(self) -> bool:
         """Whether an engine may be put on a device where another still is, to take its place."""
+        ...
+
+    @property
+    def hosts(self) -> Hosts:
+        """Where its engines read weights."""
+        ...
+
+    def problem(self, layout: Layout, devices: tuple[Device, ...]) -> str | None:
+        """Say why no engine of a layout can lie on some devices, or None."""
         ...
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nereus_adapters.rollout.hosts import Hosts, ThisHost
 from nereus_adapters.rollout.segment import remove, reserve
 from nereus_adapters.rollout.weights import Piece, Published, assign, cells_bytes, publish
 from nereus_core.cluster import Device
@@ -21,9 +22,13 @@ ReadAt = Callable[[Device, str, Box], NDArray[np.generic]]
 class Store:
     """Published weights by version. An engine that is built later starts from the version that its
     siblings serve, without asking the trainer: it is still here. Thread-safe.
+
+    Args:
+        hosts: whose memory they lie in.
     """  # noqa: D205  (two sentences that belong together)
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Hosts | None = None) -> None:
+        self.hosts: Hosts = ThisHost() if hosts is None else hosts
         self._lock = threading.Lock()
         self._published: dict[int, Published] = {}
 
@@ -33,7 +38,7 @@ class Store:
             old = self._published.get(published.version)
             self._published[published.version] = published
         if old is not None:
-            remove(old.segments - published.segments)
+            self.hosts.remove(old.segments - published.segments)
 
     def get(self, version: int) -> Published:
         """Return a version; raises KeyError for one that nobody has needed for a while."""
@@ -49,7 +54,7 @@ class Store:
         with self._lock:
             gone = [self._published.pop(v) for v in list(self._published) if v not in versions]
         for published in gone:
-            remove(published.segments)
+            self.hosts.remove(published.segments)
 
     def close(self) -> None:
         """Forget everything."""

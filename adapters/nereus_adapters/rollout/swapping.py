@@ -14,8 +14,6 @@ from collections.abc import Callable
 from nereus_adapters.rollout.fleet import raise_first, together
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Engine
-from nereus_adapters.rollout.segment import Segment
-from nereus_adapters.rollout.weights import Published
 from nereus_core.phases import Enter, Phase
 from nereus_core.units import Unit, UnitId
 
@@ -60,7 +58,8 @@ class Swap:
         running = self._running
         enter(Phase.TRANSFER)
         enter(Phase.VERIFY)
-        check(running.supply.store.get(self._version))
+        places = [(unit.layout, unit.devices[0]) for unit in self._new]
+        running.factory.hosts.check(running.supply.store.get(self._version), places)
         enter(Phase.COMMIT)
         for unit in (*self._old, *self._new):
             require(unit)
@@ -104,17 +103,3 @@ class Swap:
         for unit in lost:
             running.lose(unit)
         raise_first(errors)
-
-
-def check(published: Published) -> None:
-    """Raise GarbledWeights when published weights have changed in shared memory."""
-    segments: dict[str, Segment] = {}
-    try:
-        for piece in published.pieces:
-            if piece.segment not in segments:
-                segments[piece.segment] = Segment(piece.segment)
-            with segments[piece.segment].view(piece.offset, piece.num_bytes) as content:
-                piece.check(content, published.version)
-    finally:
-        for segment in segments.values():
-            segment.close()

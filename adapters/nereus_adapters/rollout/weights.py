@@ -47,6 +47,13 @@ class GarbledWeights(NereusError):
             "than it was published with; the engine is to be rebuilt."
         )
 
+    @classmethod
+    def said(cls, words: str) -> GarbledWeights:
+        """Return the error that another process put into words."""
+        error = cls.__new__(cls)
+        error.args = (words,)
+        return error
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:

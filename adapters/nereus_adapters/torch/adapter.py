@@ -88,7 +88,9 @@ class TorchAdapter(LedgerAdapter):
         engines = self._running.engines
         if engines is not None and unit.model_stage == ACTOR_GENERATE:
             counters = {"weight_version": engines.version_of(unit)}
-            return Fingerprint(unit, published_digests(engines.given(unit)), counters)
+            return Fingerprint(
+                unit, published_digests(engines.given(unit), engines.factory.hosts), counters
+            )
         fleet = self._running.fleet
         found = alive(unit, self.units())
         digests = fleet.settle(fleet.send({unit: {}}, "digests"), self._running.settings.transfer_s)

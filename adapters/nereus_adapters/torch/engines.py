@@ -7,22 +7,23 @@ publish their weights, each the cells that it was assigned; engines read them (s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from nereus_adapters.rollout.hosts import Hosts
 from nereus_adapters.rollout.job import RolloutJob
 from nereus_adapters.rollout.ports import Completion, EngineFactory, Prompt, Sampling
-from nereus_adapters.rollout.segment import Segment, remove, reserve
 from nereus_adapters.rollout.store import Store
 from nereus_adapters.rollout.weights import Piece, Published, assign, cells_bytes
 from nereus_adapters.torch.config import BackendSection
 from nereus_adapters.torch.engine import Generated, combine
 from nereus_adapters.torch.engine.digest import digest_box
-from nereus_adapters.torch.fleet import Fleet
+from nereus_adapters.torch.fleet import Fleet, Pool
 from nereus_core.backend_status import require_backend
 from nereus_core.cluster import Device
 from nereus_core.errors import ConfigError
@@ -32,6 +33,7 @@ from nereus_core.units import UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, Workload
 
 if TYPE_CHECKING:
+    from nereus_adapters.rollout.vllm.seat_hosts import SeatHosts
     from nereus_adapters.torch.job import TorchJob
 
 
@@ -73,13 +75,13 @@ class SeatTrainer:
         pieces: list[Piece] = []
         try:
             for device, mine in cells.items():
-                names.append(reserve(cells_bytes(mine, job.precision.compute)))
+                names.append(store.hosts.reserve(device, cells_bytes(mine, job.precision.compute)))
                 told = {"unit": holder[device], "name": names[-1], "cells": mine}
                 calls[device] = ("publish", told)
             for answer in fleet.settle(fleet.pool.send(calls), fleet.timeout_s):
                 pieces += answer.value
         except BaseException:
-            remove(names)
+            store.hosts.remove(names)
             raise
         store.add(Published(version, model, job.precision.compute, tuple(pieces)))
 
@@ -91,8 +93,10 @@ class SeatTrainer:
         return {}
 
 
-def factory(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) -> EngineFactory:
-    """Return what makes the engines of a job.
+def factory(
+    backend: BackendSection, job: Job, spec: ModelSpec, folder: Path
+) -> Callable[[Pool], EngineFactory]:
+    """Return what makes the engines of a job, once its seats' pool is there.
 
     Raises:
         ConfigError: the configuration asks for what the engines cannot do.
@@ -100,8 +104,11 @@ def factory(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) ->
     """
     from nereus_adapters.rollout.vllm import nereus_declare_adapter
 
-    if backend.pool != "local":
-        raise ConfigError("backend.rollout", "'vllm' needs pool = 'local': one host")
+    if backend.pool == "ray" and backend.device != "cpu":
+        what = (
+            "'vllm' on the Ray pool is for CPUs: which GPUs Ray gave to seats, engines do not know"
+        )
+        raise ConfigError("backend.rollout", what)
     if backend.reattach:
         raise ConfigError("backend.reattach", "engines end with their driver: not with 'vllm'")
     if job.precision.compute == "float64":
@@ -121,13 +128,30 @@ def factory(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) ->
         executor=section.executor,
         front=section.front,
     )
-    return VllmFactory(
-        settings,
-        spec,
-        job.cluster.devices,
-        accelerator=backend.device,
-        recycle_bytes=section.recycle_bytes,
-    )
+
+    def on(pool: Pool) -> EngineFactory:
+        hosts = _ray_hosts(pool, job, backend) if backend.pool == "ray" else None
+        return VllmFactory(
+            settings,
+            spec,
+            job.cluster.devices,
+            accelerator=backend.device,
+            recycle_bytes=section.recycle_bytes,
+            hosts=hosts,
+        )
+
+    return on
+
+
+def _ray_hosts(pool: Pool, job: Job, backend: BackendSection) -> SeatHosts:
+    from nereus_adapters.rollout.vllm.ray_hosts import RayHosts
+    from nereus_adapters.rollout.vllm.settings import environment
+    from nereus_adapters.torch.ray_pool.pool import RayPool
+
+    assert isinstance(pool, RayPool)
+    most = max(Counter(device.node for device in job.cluster.devices).values())
+    kind = backend.device
+    return RayHosts(pool, most, kind, environment(kind), start_s=backend.start_s)
 
 
 def without_generation(workload: Workload) -> Workload:
@@ -136,20 +160,14 @@ def without_generation(workload: Workload) -> Workload:
     return replace(workload, nodes=nodes)
 
 
-def published_digests(published: Published) -> dict[str, str]:
+def published_digests(published: Published, hosts: Hosts) -> dict[str, str]:
     """Digest published weights as a training unit's seats digest theirs: parts add up."""
     dtype: torch.dtype = getattr(torch, published.dtype)
-    opened: dict[str, Segment] = {}
     partials = []
     for piece in published.pieces:
-        if piece.segment not in opened:
-            opened[piece.segment] = Segment(piece.segment)
-        content = opened[piece.segment].view(piece.offset, piece.num_bytes)
+        content = bytearray(hosts.read(piece))
         values = torch.frombuffer(content, dtype=dtype).view(piece.cell.box.shape)
         partials.append({f"{Slot.PARAM}/{piece.cell.tensor}": digest_box(values, piece.cell.box)})
-        del values, content
-    for segment in opened.values():
-        segment.close()
     return combine(partials)
 
 

@@ -70,7 +70,12 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     check_plan(plan, job)
     pool = open_pool(backend, job.cluster)
     leave_word(pool, config.run_dir)
-    return TorchJob(job, plan, sources, task, settings, pool, resume=resume, engines=engines)
+    try:
+        made = engines(pool) if engines is not None else None
+    except BaseException:
+        pool.close()
+        raise
+    return TorchJob(job, plan, sources, task, settings, pool, resume=resume, engines=made)
 
 
 def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:

@@ -2,6 +2,7 @@
 
 import pytest
 from rollout_job import ONE, PP2, TP2, Running
+from rollout_job import harness as harness
 
 from nereus_adapters.rollout.ports import EngineError
 from nereus_adapters.rollout.sglang.harness import new_harness
@@ -11,19 +12,11 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def _launcher(engines):
+def launcher(engines):
     """Launches jobs with a trainer on engines of the session's stem."""
     made = new_harness(engines.pool)
     yield made
     made.close()
-
-
-@pytest.fixture
-def harness(_launcher):
-    """The launcher; its engines end with the test."""
-    yield _launcher
-    for engine in _launcher.running_job.release():
-        engine.close()
 
 
 def alive(running):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from rollout_job import harness as harness
 from vllm_cases import DEVICES, ONE, Weights
 
 from nereus_adapters.rollout.segment import held
@@ -41,19 +42,11 @@ def fronts(factory, folder, spec):
 
 
 @pytest.fixture(scope="session")
-def _launcher(factory):
+def launcher(factory):
     """Launches jobs with a trainer on the session's seats, and two more."""
     made = new_harness(factory.pool)
     yield made
     made.close()
-
-
-@pytest.fixture
-def harness(_launcher):
-    """The launcher; its engines leave the seats to the next test."""
-    yield _launcher
-    for engine in _launcher.running_job.release():
-        engine.close()
 
 
 @pytest.fixture

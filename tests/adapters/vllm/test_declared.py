@@ -6,6 +6,13 @@ from nereus_core.seams import check_seam
 pytestmark = pytest.mark.real
 
 
+def test_vllm_still_has_no_ray_for_cpus():
+    """As long as this holds, `executor = "ray"` is refused there by name."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    assert CpuPlatform.ray_device_key == ""
+
+
 @pytest.mark.parametrize("seam", SEAMS, ids=str)
 def test_the_installed_vllm_has_what_the_adapter_stands_on(seam):
     check_seam(seam)

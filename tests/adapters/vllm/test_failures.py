@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from nereus_adapters.rollout.fleet import Fleet
+from nereus_adapters.rollout.hosts import ThisHost
 from nereus_adapters.rollout.ports import Completion, EngineError, Finish, Prompt, Sampling
 from nereus_adapters.rollout.rebuilding import Rebuilds
 from nereus_adapters.rollout.segment import Segment, held
@@ -111,7 +112,7 @@ class Publishing:
 
 @pytest.fixture
 def supply():
-    made = Supply(Publishing())
+    made = Supply(Publishing(), ThisHost())
     made.ensure(1)
     yield made
     made.store.close()

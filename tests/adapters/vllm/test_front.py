@@ -129,3 +129,40 @@ def test_whatever_is_killed_loses_the_engine_and_no_token(begin, weights, who):
 def test_a_front_is_for_seats(folder, spec, factory):
     with pytest.raises(ConfigError, match="'async' is for seats"):
         CpuFactory(settings(folder, front="async", executor="mp"), spec, DEVICES, pool=factory.pool)
+
+
+@pytest.mark.parametrize("front", ["step", "async"])
+def test_a_prompt_that_comes_between_an_interrupt_and_an_update_is_answered(
+    start, fronts, weights, front, monkeypatch
+):
+    """Whoever chose the engine a moment ago hears from it, whatever it is at by then."""
+    engine, late = start(published=weights.publish(1), using=fronts[front]), {}
+    engine.rpc("nereus_slow", step_s=STEP_S)
+    call = engine._call
+
+    def and_a_prompt(name, *args, **kwargs):
+        asked = Prompt(name, prompts(1)[0].tokens, Sampling(24, temperature=0.0))
+        late[name] = asked, engine.submit(asked)
+        return call(name, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "_call", and_a_prompt)
+    early = engine.submit(prompts(1, LONG)[0])
+    engine.interrupt()
+    assert early.result(10).finish is Finish.INTERRUPTED
+    asked, found = late.pop("interrupt")
+    assert found.result(60).tokens == weights.greedy(asked.tokens, 24)[0]
+
+    early = engine.submit(prompts(1, LONG)[0])
+    old = weights.greedy(prompts(1)[0].tokens, LONG)[0]
+    weights.change(seed=5)
+    engine.update_weights(2, weights.publish(2).manifest(ONE))
+    assert sorted(late) == ["check", "interrupt", "update"]
+    for asked, found in [(prompts(1, LONG)[0], early), *late.values()]:
+        part = found.result(10)
+        assert part.finish is Finish.INTERRUPTED
+        assert part.tokens == old[: len(part.tokens)]
+        rest = engine.submit(asked.after(part.tokens)).result(60)
+        assert rest.spans[0].version == 2
+        # What had been drawn stays, and what is drawn is of the new weights.
+        count = asked.sampling.max_tokens - len(part.tokens)
+        assert rest.tokens == weights.greedy((*asked.tokens, *part.tokens), count)[0]

@@ -38,7 +38,11 @@ def running(parties):
         for _ in parties
     ]
 
+    here = threading.Barrier(len(parties))
+
     def one(told, process):
+        assert pickle.load(process.stdout) == "here"
+        here.wait(120)  # none begins to wait for another that is still importing
         pickle.dump(told, process.stdin)
         process.stdin.flush()
         return pickle.load(process.stdout)
@@ -114,7 +118,7 @@ def test_what_is_not_needed_is_not_sent(weights):
 
 def test_a_party_that_does_not_come_is_named(weights):
     published = weights.publish(1, PP2)
-    parties = told(published, {"host0": [ONE], "host1": [ONE]}, timeout_s=30.0)
+    parties = told(published, {"host0": [ONE], "host1": [ONE]}, timeout_s=5.0)
     with running([p for p in parties if p["name"] != "host1"]) as found:
         assert {kind for kind, _ in found.values()} == {"WaitTimeout"}
     # Whoever serves the store gives up first, perhaps; it names the one that is late.
@@ -123,7 +127,7 @@ def test_a_party_that_does_not_come_is_named(weights):
 
 def test_a_party_that_sends_nothing_is_named(weights):
     published = weights.publish(1, PP2)
-    parties = told(published, {"host0": [ONE]}, timeout_s=30.0, names=(*SOURCES, "host0"))
+    parties = told(published, {"host0": [ONE]}, timeout_s=5.0, names=(*SOURCES, "host0"))
     for party in parties:
         party["leaves"] = party["name"] == "source0"
     with running(parties) as found:

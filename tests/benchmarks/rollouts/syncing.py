@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nereus_adapters.rollout.segment import remove
 from nereus_adapters.rollout.store import publish_here
-from nereus_adapters.rollout.vllm.factory import VllmFactory, free_port
+from nereus_adapters.rollout.vllm.factory import VllmFactory
 from nereus_adapters.rollout.vllm.harness import settings
 from nereus_adapters.rollout.vllm.seats import SeatPool
 from nereus_core.cluster import Device
@@ -88,7 +88,7 @@ def broadcast(
         more={"weight_transfer_config": {"backend": BACKEND}},
     )
     engine = VllmFactory(chosen, spec, devices, pool=pool).create("broadcast", TWO, devices)
-    port = free_port()
+    port = pool.hosts.of("node0").free_port()
     groups: list[Any] = []
     joining = threading.Thread(target=lambda: groups.append(joined(port, 0, 3)))
     joining.start()

@@ -76,6 +76,8 @@ class SglangEngine:
         self._ids = itertools.count()
         self._responses: dict[str, _Response] = {}
         self._version: int | None = None
+        self._served = False
+        """Whether it ever had weights."""
         self._alive, self._ended = True, False
         self._ending = threading.Lock()
         self.pids: tuple[int, ...] = ()
@@ -118,6 +120,10 @@ class SglangEngine:
             if not self._alive:  # first: one that has ended has no version either
                 response.future.set_result(response.ended(Finish.INTERRUPTED))
                 return response.future
+            if self._version is None and self._served:
+                # Its weights are on their way: whoever chose it did so a moment before.
+                response.future.set_result(response.ended(Finish.INTERRUPTED))
+                return response.future
             if self._version is None:
                 response.future.set_exception(
                     EngineError(self.name, f"respond to {prompt.id}", "it has no weights")
@@ -146,20 +152,26 @@ class SglangEngine:
     # --- Weights ----------------------------------------------------------------------------------
 
     def update_weights(self, version: int, manifest: Manifest) -> None:
-        """Let each rank read its pieces of a manifest."""
-        self._version = None
+        """Let each rank read its pieces of a manifest, when nothing is in flight."""
+        with self._lock:
+            self._version = None
+        if self._served:
+            self.interrupt()
         self.call_ranks(Call(load, manifest))
-        self._version = version
+        self._version, self._served = version, True
 
     def begin_receiving(self) -> None:
         """Be ready for weights from groups; it has no version until `end_receiving`."""
-        self._version = None
+        with self._lock:
+            self._version = None
+        if self._served:
+            self.interrupt()
         self.call("begin_receiving")
 
     def end_receiving(self, version: int) -> None:
         """Serve with what was received, as a version."""
         self.call("end_receiving")
-        self._version = version
+        self._version, self._served = version, True
 
     # --- Looking ----------------------------------------------------------------------------------
 

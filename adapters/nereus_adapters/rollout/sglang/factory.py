@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from nereus_adapters.rollout.hosts import ThisHost
 from nereus_adapters.rollout.ports import EngineError
 from nereus_adapters.rollout.sglang.calls import TIED
 from nereus_adapters.rollout.sglang.engine import SglangEngine
@@ -89,14 +90,23 @@ class SglangEngines:
         """Whether an engine may be put on a device where another still is."""
         return self._beside
 
-    def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> SglangEngine:
-        """Start an engine without weights."""
-        heads = self._kv_heads
-        if self._device == "cpu" and heads % layout.tp:
+    @property
+    def hosts(self) -> ThisHost:
+        """Where weights are read: all devices are of this host."""
+        return ThisHost()
+
+    def problem(self, layout: Layout, devices: tuple[Device, ...]) -> str | None:
+        """Say why no engine of a layout can be."""
+        if self._device == "cpu" and self._kv_heads % layout.tp:
             # On a CPU, SGLang 0.5.23 pads heads (configs/update_config.py) where it repeats them on
             # CUDA: its ranks hold other heads there than anywhere else.
-            what = f"{heads} kv heads are not a multiple of tp={layout.tp}, as a CPU needs"
-            raise EngineError(name, "come up", what)
+            return f"{self._kv_heads} kv heads are not a multiple of tp={layout.tp}, as a CPU needs"
+        return None
+
+    def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> SglangEngine:
+        """Start an engine without weights."""
+        if problem := self.problem(layout, devices):
+            raise EngineError(name, "come up", problem)
         leased = self.pool.lease(name, self.arguments(layout), self.environment(devices))
         return SglangEngine(
             leased, self.pool, layout, devices, wait_s=self._wait_s, start_s=self._start_s

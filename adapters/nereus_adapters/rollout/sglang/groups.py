@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nereus_adapters.rollout.port import free_port
 from nereus_adapters.rollout.sglang.engine import SglangEngine
 from nereus_core.errors import NereusError, WaitTimeout
 
@@ -117,7 +117,7 @@ class WeightGroups:
 
     def _form(self, source: Source, engines: tuple[SglangEngine, ...]) -> WeightGroup:
         size = 1 + sum(e.layout.num_devices for e in engines)
-        name, port = f"nereus-{source.name}-{next(self._serials)}", _free_port(self._address)
+        name, port = f"nereus-{source.name}-{next(self._serials)}", free_port(self._address)
         place = (self._address, port, name)
         waited: dict[str, Future[Any]] = {}
         with ThreadPoolExecutor(1) as threads:
@@ -172,9 +172,3 @@ class WeightGroups:
                 held.callback(holder.clear)
                 holder.append(f"a call for {', '.join(sorted(set(members)))}")
             yield
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

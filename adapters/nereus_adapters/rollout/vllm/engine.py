@@ -63,6 +63,7 @@ class VllmEngine:
         self._version: int | None = None
         self._lost: str | None = None
         self._closed = False
+        self._updating = False
         self._lead.on_drawn = self._drawn
         for seat in self.processes:
             seat.on_broken = self.broken
@@ -83,19 +84,8 @@ class VllmEngine:
         """Begin a response."""
         future: Future[Completion] = Future()
         entry = _InFlight(prompt, future)
-        with self._lock:
-            if self._lost is not None or self._closed:
-                key = None
-            else:
-                self._count += 1
-                key = f"{prompt.id}/{self._count}"
-                self._in_flight[key] = entry
-        if key is None:
-            future.set_result(entry.completion(Finish.INTERRUPTED))
-            return future
         sampling = prompt.sampling
         request = {
-            "id": key,
             "tokens": prompt.tokens,
             "sampling": {
                 "max_tokens": sampling.max_tokens,
@@ -107,8 +97,18 @@ class VllmEngine:
                 "ignore_eos": True,
             },
         }
-        sent = self._lead.send("submit", requests=[request])
-        sent.add_done_callback(lambda done: self._submitted(key, done))
+        key = None
+        with self._lock:
+            if self._lost is None and not self._closed and not self._updating:
+                self._count += 1
+                key = f"{prompt.id}/{self._count}"
+                self._in_flight[key] = entry
+                # Sent with the lock held: an interrupt that lists it is sent after it.
+                sent = self._lead.send("submit", requests=[{"id": key, **request}])
+        if key is None:
+            future.set_result(entry.completion(Finish.INTERRUPTED))
+        else:
+            sent.add_done_callback(lambda done: self._submitted(key, done))
         return future
 
     def _submitted(self, key: str, done: Future[Any]) -> None:
@@ -180,10 +180,14 @@ class VllmEngine:
             self._call("check", call_s, doing, manifest=manifest)
         except EngineError as error:
             raise _garbled(error) or error from error
-        self.interrupt()
-        self._version = None
-        self._call("update", call_s, f"load weights version {version}", manifest=manifest)
-        self._version = version
+        with self._lock:
+            self._version, self._updating = None, True
+        try:
+            self.interrupt()
+            self._call("update", call_s, f"load weights version {version}", manifest=manifest)
+            self._version = version
+        finally:
+            self._updating = False
 
     # --- The rest ---------------------------------------------------------------------------------
 
@@ -244,6 +248,4 @@ def _garbled(error: EngineError) -> GarbledWeights | None:
     words = str(cause) if isinstance(cause, SeatError) else ""
     if GarbledWeights.__name__ not in words and "another digest" not in words:
         return None
-    rebuilt = GarbledWeights.__new__(GarbledWeights)
-    rebuilt.args = (words,)
-    return rebuilt
+    return GarbledWeights.said(words)

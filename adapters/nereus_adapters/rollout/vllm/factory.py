@@ -1,17 +1,16 @@
-"""VllmFactory: engines on the seats of one host, started, ended and cleared away."""
+"""VllmFactory: engines on seats, started, ended and cleared away."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from nereus_adapters.rollout.hosts import HostLost, Hosts
 from nereus_adapters.rollout.ports import EngineError, EngineLost
 from nereus_adapters.rollout.vllm.engine import VllmEngine
+from nereus_adapters.rollout.vllm.seat_hosts import OneHost, SeatHost, SeatHosts
 from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
-from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, CPU_ENV, SEAT_ENV, VllmSettings
-from nereus_adapters.rollout.vllm.shared import SHARED_MEMORY
+from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, VllmSettings, environment
 from nereus_core.cluster import Device
 from nereus_core.errors import ConfigError, SeatDead, WaitTimeout
 from nereus_core.layout import Layout, layer_ranges
@@ -19,17 +18,18 @@ from nereus_core.model import ModelSpec
 
 
 class VllmFactory:
-    """Engines of one model on the seats of one host.
+    """Engines of one model on seats.
 
     Implements `nereus_adapters.rollout.ports.EngineFactory`.
 
     Args:
         settings: how engines are started.
         model: shapes.
-        devices: of this host; a seat is forked for each when it is first needed.
+        devices: that there are; a seat is forked for each when it is first needed.
         accelerator: what devices are.
         recycle_bytes: a seat that has grown by more is replaced between two engines; None: never.
         pool: seats of somebody else, who closes them.
+        hosts: that the factory's own seats are on; by default this one, whatever devices' nodes.
 
     Raises:
         ConfigError: the settings do not go together.
@@ -44,16 +44,20 @@ class VllmFactory:
         accelerator: Literal["cpu", "cuda"] = "cpu",
         recycle_bytes: int | None = None,
         pool: SeatPool | None = None,
+        hosts: SeatHosts | None = None,
     ) -> None:
         if settings.front == "async" and settings.executor != "seats":
             what = f"is for seats; vLLM's own {settings.executor!r} executor is stepped by its seat"
             raise ConfigError("backend.vllm.front", f"'async' {what}")
+        if settings.executor == "ray" and accelerator == "cpu":
+            # vLLM 0.32 platforms/cpu.py has no ray_device_key: v1/executor/ray_utils.py raises.
+            what = "vLLM knows no Ray resource of a CPU; take 'seats' (on several hosts with pool ="
+            raise ConfigError("backend.vllm.executor", f"'ray': {what} 'ray') or 'mp'")
         self._settings, self._model, self._devices = settings, model, devices
         self._recycle_bytes = recycle_bytes
-        env = {**SEAT_ENV, **(CPU_ENV if accelerator == "cpu" else {})}
         self._owns_pool = pool is None
-        self.pool = pool or SeatPool(accelerator, env)
-        self._ports: dict[str, int] = {}
+        self.pool = pool or SeatPool(hosts or OneHost(accelerator, environment(accelerator)))
+        self._ports: dict[str, tuple[SeatHost, int]] = {}
         self._base_bytes: dict[Device, int] = {}
         self.recycled = 0
         """Seats that were replaced because they had grown."""
@@ -68,9 +72,26 @@ class VllmFactory:
         """Whether an engine may be put on a device where another still is: a seat has one rank."""
         return False
 
+    @property
+    def hosts(self) -> Hosts:
+        """Where engines read weights."""
+        return self.pool.hosts.weights
+
+    def problem(self, layout: Layout, devices: tuple[Device, ...]) -> str | None:
+        """Say why no engine can be: its ranks share the memory of one host, and its queues."""
+        nodes = sorted({device.node for device in devices})
+        if self.pool.hosts.apart and len(nodes) > 1:
+            return (
+                f"a vLLM engine with {layout} would lie on {' and '.join(nodes)}; its seats lease "
+                "each other on one host alone: choose devices of one node"
+            )
+        return None
+
     def create(self, name: str, layout: Layout, devices: tuple[Device, ...]) -> VllmEngine:
         """Start an engine: its first device leads, the others follow."""
         settings = self._settings
+        if problem := self.problem(layout, devices):
+            raise EngineError(name, "start", problem)
         leased = settings.executor == "seats"
         fronted = settings.front == "async"
         mine = devices if leased else devices[:1]
@@ -78,20 +99,24 @@ class VllmFactory:
             self.pool.renew(devices[0])  # a stock engine starts in a process of its own
         if len(set(devices)) != len(devices):
             raise EngineError(name, "start", f"a device is listed twice: {list(map(str, devices))}")
-        self.pool.start(mine)
-        seats = tuple(self.pool.seat(device) for device in mine)
-        port = free_port()
+        try:
+            self.pool.start(mine)
+            seats = tuple(self.pool.seat(device) for device in mine)
+            host = self.pool.hosts.of(devices[0].node)
+            port, folder = host.free_port(), host.folder_of(settings.model)
+        except (HostLost, SeatDead, WaitTimeout) as error:
+            raise EngineError(name, "start", str(error)) from error
         env: dict[str, str | None] = {"VLLM_PP_LAYER_PARTITION": None}
         if layout.pp > 1:
             runs = layer_ranges(self._model.num_layers, layout.pp)
             env["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(run)) for run in runs)
-        args = self._arguments(layout, devices, port, env)
+        args = self._arguments(layout, devices, folder, port, env)
         try:
             lead = self.pool.front(devices[0]) if fronted else seats[0]
         except (SeatDead, WaitTimeout) as error:
             raise EngineError(name, "start", str(error)) from error
         engine = VllmEngine(name, layout, devices, lead, seats, settings, self._closed)
-        self._ports[name] = port
+        self._ports[name] = (host, port)
         try:
             lead.call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
             if layout.num_devices > 1:
@@ -106,12 +131,13 @@ class VllmFactory:
         self,
         layout: Layout,
         devices: tuple[Device, ...],
+        folder: str,
         port: int,
         env: Mapping[str, str | None],
     ) -> dict[str, Any]:
         settings = self._settings
         args: dict[str, Any] = {
-            "model": str(settings.model),
+            "model": folder,
             "load_format": "dummy",
             "dtype": settings.dtype,
             "max_model_len": settings.max_tokens,
@@ -149,7 +175,9 @@ class VllmFactory:
         for process in engine.processes:
             if process.alive and not (clean and self._released(process, fronted)):
                 process.kill()
-        _sweep(self._ports.pop(engine.name, None))
+        if (found := self._ports.pop(engine.name, None)) is not None:
+            host, port = found
+            host.sweep(port)
         if clean and self._settings.executor == "seats":
             self._recycle(engine.devices)
 
@@ -180,24 +208,7 @@ class VllmFactory:
 
     def close(self) -> None:
         """End all seats, unless the pool is somebody else's."""
+        for host, port in self._ports.values():
+            host.sweep(port)
         if self._owns_pool:
             self.pool.close()
-        for port in self._ports.values():
-            _sweep(port)
-
-
-def free_port() -> int:
-    """Return a port of this host that nobody listens on."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _sweep(port: int | None) -> None:
-    """Remove shared memory of CPU groups of an engine that failed early: they carry its port."""
-    if port is None:
-        return
-    for path in SHARED_MEMORY.iterdir():
-        if path.name.startswith(f"{port}-") and "cpushm" in path.name:
-            path.unlink(missing_ok=True)

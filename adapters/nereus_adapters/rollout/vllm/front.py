@@ -24,7 +24,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from nereus_adapters.rollout.prctl import end_with_parent
 from nereus_adapters.rollout.vllm import executor, lease
-from nereus_adapters.rollout.vllm.hosting import drawn, request, require_reset, update_infos
+from nereus_adapters.rollout.vllm.hosting import (
+    drawn,
+    request,
+    require_idle,
+    require_reset,
+    update_infos,
+)
 from nereus_adapters.rollout.vllm.meter import Meter
 from nereus_adapters.rollout.vllm.transfer import BACKEND
 from nereus_adapters.rollout.vllm.values import BROKEN, Boot, Call, Drawn, Fork, Reply, Seen
@@ -168,6 +174,7 @@ class Front:
 
     async def do_update(self, manifest: Manifest) -> None:
         """Load weights; nothing is in flight."""
+        require_idle(bool(self._arriving or self._responses), manifest.version)
         await self._rpc("start_weight_update")
         await self._rpc("update_weights", {"update_info": update_infos(manifest)})
         await self._rpc("finish_weight_update")

@@ -55,9 +55,10 @@ class Hosted:
         self._engine.add_request(id, *request(tokens, sampling))
 
     def interrupt(self, ids: Sequence[str]) -> None:
-        """Drop requests, and let batches under way end."""
+        """Drop requests, and let batches under way end where no others are in flight."""
         self._engine.abort_request(list(ids))
-        self._settle()
+        if not self.busy:
+            self._settle()
 
     def check(self, manifest: Manifest) -> None:
         """Raise GarbledWeights when a rank's cells are not what was published."""
@@ -65,6 +66,7 @@ class Hosted:
 
     def update(self, manifest: Manifest) -> None:
         """Load weights; nothing is in flight. After an error the engine is not whole."""
+        require_idle(self.busy, manifest.version)
         self._settle()
         self._rpc("start_weight_update")
         self._rpc("update_weights", {"update_info": update_infos(manifest)})
@@ -96,9 +98,9 @@ class Hosted:
         return self._llm
 
     def _settle(self) -> None:
-        """Run batches that the pipeline still holds to their end."""
+        """Run batches that the pipeline still holds to their end: all were of dropped requests."""
         core = getattr(self._engine.engine_core, "engine_core", None)
-        while self.busy or (core is not None and core.batch_queue):
+        while core is not None and core.batch_queue:
             self._engine.step()
 
     def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
@@ -114,6 +116,15 @@ def request(
         **sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
     return {"prompt_token_ids": list(tokens)}, params
+
+
+def require_idle(busy: bool, version: int) -> None:
+    """Raise RuntimeError where weights would change under a response."""
+    if busy:
+        raise RuntimeError(
+            f"responses are in flight, where none should be as weights version {version} are "
+            "loaded; the engine is to be rebuilt"
+        )
 
 
 def require_reset(done: bool, version: int) -> None:

@@ -1,29 +1,20 @@
-"""SeatPool: the seats of one host, as the driver sees them. A seat is a process that stays."""
+"""SeatPool: seats as the driver sees them. A seat is a process that stays."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import secrets
-import shutil
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from typing import Any
 
-from nereus_adapters.rollout.vllm.forking import END_S, Forked, Stem
-from nereus_adapters.rollout.vllm.values import BROKEN, DRIVER, Boot, Call, Drawn, Fork, Reply
+from nereus_adapters.rollout.hosts import HostLost
+from nereus_adapters.rollout.vllm.forking import END_S
+from nereus_adapters.rollout.vllm.seat_hosts import Process, SeatHosts, SeatLine
+from nereus_adapters.rollout.vllm.values import BROKEN, Call, Drawn, Reply
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
-
-_FOLDER_CHARS = 107 - 37
-"""Longest folder in which vLLM's sockets fit: unix(7) allows 107, vLLM names them by 36."""
 
 
 class SeatError(NereusError):
@@ -41,12 +32,12 @@ class SeatProcess:
     Args:
         device: the seat's name.
         process: its process.
-        connection: to it, greeted.
+        line: to it, greeted.
     """
 
-    def __init__(self, device: Device, process: Forked, connection: Connection) -> None:
+    def __init__(self, device: Device, process: Process, line: SeatLine) -> None:
         self.device, self.process = device, process
-        self._connection = connection
+        self._line = line
         self._lock = threading.Lock()
         self._open: dict[int, tuple[str, Future[Any]]] = {}
         self._next = 0
@@ -78,7 +69,7 @@ class SeatProcess:
             message = Call(self._next, call, kwargs)
             self._next += 1
             with contextlib.suppress(OSError):  # its reader sees the end
-                self._connection.send(message)
+                self._line.send(message)
         return future
 
     def call(self, call: str, timeout_s: float, /, **kwargs: object) -> Any:
@@ -103,7 +94,7 @@ class SeatProcess:
     def close(self) -> None:
         """Let the process end, after what it is doing; kill it when that takes long."""
         with self._lock, contextlib.suppress(OSError):
-            self._connection.send(None)
+            self._line.send(None)
         if not self.process.ended(END_S):
             self.process.kill()
         self._reader.join(END_S)
@@ -111,7 +102,7 @@ class SeatProcess:
     def _read(self) -> None:
         while True:
             try:
-                message = self._connection.recv()
+                message = self._line.recv()
             except (EOFError, OSError):
                 break
             if isinstance(message, list):
@@ -134,31 +125,22 @@ class SeatProcess:
         for method, future in left.values():
             future.set_exception(SeatDead(self.device, None, method))
         self.on_broken(f"seat {self.device} ended")
-        self._connection.close()
+        self._line.close()
         self.process.close()
 
 
 class SeatPool:
-    """Seats by device, forked from one stem. Thread-safe.
+    """Seats by device, on the hosts of their nodes. Thread-safe.
 
     Args:
-        accelerator: ``cpu`` or ``cuda``.
-        env: variables of every seat, besides those of this process.
-        start_s: longest wait for the stem's imports and for a seat to come up.
+        hosts: what starts them; closed with the pool.
     """
 
-    def __init__(self, accelerator: str, env: Mapping[str, str], *, start_s: float = 600.0) -> None:
-        self._start_s = start_s
-        self.secret = secrets.token_bytes(32)
-        self.folder = Path(tempfile.mkdtemp(prefix="nereus-seats-"))
-        boot = Boot(self.secret.hex(), os.getpid(), accelerator, str(self.folder))
-        if len(str(self.folder)) <= _FOLDER_CHARS:
-            env = {**env, "VLLM_RPC_BASE_PATH": str(self.folder)}
-        self._stem = Stem(boot, env, self.folder / "stem.log", start_s)
+    def __init__(self, hosts: SeatHosts) -> None:
+        self.hosts, self.secret = hosts, hosts.secret
         self._lock = threading.Lock()
         self._seats: dict[Device, SeatProcess] = {}
         self._addresses: dict[Device, str] = {}
-        self._count = itertools.count()
 
     def start(self, devices: Iterable[Device]) -> None:
         """Start seats and wait until they are up; a live one is left alone.
@@ -224,34 +206,13 @@ class SeatPool:
             thread.start()
         for thread in threads:
             thread.join(3 * END_S)
-        self._stem.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.hosts.close()
 
     def _started(self, device: Device, *, front: bool = False) -> SeatProcess:
-        name = str(next(self._count))
-        address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
-        deadline_s = time.monotonic() + self._start_s
-        process = self._stem.fork(Fork(str(address), str(log), front))
-        while (connection := self._connected(address)) is None:
-            if process.ended(0.005):
-                error = SeatDead(device, None, "its start")
-                error.add_note(log.read_text(encoding="utf-8", errors="replace")[-4000:])
-                raise error
-            if time.monotonic() > deadline_s:
-                process.kill()
-                raise WaitTimeout(f"seat {device} to come up", self._start_s)
-        connection.send(DRIVER)
-        if not connection.poll(self._start_s):
-            process.kill()
-            raise WaitTimeout(f"seat {device} to greet its driver", self._start_s)
-        connection.recv()
-        if not front:
-            self._addresses[device] = str(address)
-        return SeatProcess(device, process, connection)
-
-    def _connected(self, address: Path) -> Connection | None:
-        """Connect to a seat; None while it does not listen yet."""
         try:
-            return Client(str(address), "AF_UNIX", authkey=self.secret)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return None
+            opened = self.hosts.of(device.node).open(device, front=front)
+        except HostLost as error:
+            raise SeatDead(device, None, f"its start: {error}") from error
+        if not front:
+            self._addresses[device] = opened.address
+        return SeatProcess(device, opened.process, opened.line)

@@ -30,6 +30,11 @@ SEAT_ENV = {
 }
 
 
+def environment(accelerator: str) -> dict[str, str]:
+    """Return the variables of seats."""
+    return {**SEAT_ENV, **(CPU_ENV if accelerator == "cpu" else {})}
+
+
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
     """How engines are started."""
@@ -47,7 +52,8 @@ class VllmSettings:
     """Whether vLLM compiles nothing: starts faster, decodes slower."""
     executor: Literal["seats", "uni", "mp", "ray"] = "seats"
     """Who runs the ranks: seats that stay, or vLLM's own workers, started with each engine (``uni``
-    is one rank in the process of the engine, ``mp`` processes of this host, ``ray`` actors)."""
+    is one rank in the process of the engine, ``mp`` processes of this host, ``ray`` actors, which
+    vLLM has for accelerators alone)."""
     front: Literal["step", "async"] = "step"
     """Who steps the scheduler: the seat that leads, between the driver's calls; or vLLM's
     ``AsyncLLM``, in two processes beside the seats that are forked with each engine."""

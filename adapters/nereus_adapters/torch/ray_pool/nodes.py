@@ -64,6 +64,10 @@ class SeatNodes:
             ),
         }
 
+    def beside(self, node: str) -> dict[str, Any]:
+        """Return the Ray options of an actor on one of the job's nodes that takes nothing."""
+        return {**self.options(node), "num_cpus": 0, "num_gpus": 0, "resources": {}}
+
     def placed(self) -> dict[str, str]:
         """Return the id of the Ray node under each of the job's nodes that has one now."""
         bundles = placement_group_table(self._group)["bundles_to_node_id"]

@@ -127,6 +127,21 @@ class RayPool(SeatLine[ActorChannel]):
         """Return the id of the Ray node that a seat is on."""
         return self._channel(device, "node_id").node_id
 
+    def beside(self, node: str) -> dict[str, object]:
+        """Return the Ray options of an actor beside the seats of a node, which takes nothing.
+
+        Raises:
+            SeatDead: Ray has no such node now.
+        """
+        if self.ray_node(node) is None:
+            raise SeatDead(f"beside {node}", None, f"start: Ray has no node for {node} now")
+        env = {"env_vars": _environment()}
+        return {**self._nodes.beside(node), "max_restarts": 0, "runtime_env": env}
+
+    def ray_node(self, node: str) -> str | None:
+        """Return the id of the Ray node under a node of the job, or None where it is lost."""
+        return self._nodes.placed().get(node)
+
     def close(self) -> None:
         """End all seats and give the resources back. Safe to call twice."""
         if self._closing.is_set():

@@ -1,0 +1,107 @@
+"""Hosts: where weights are written and read: by trainers and engines, each on its own host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from nereus_adapters.rollout.segment import Segment, remove, reserve
+from nereus_adapters.rollout.weights import Manifest, Piece, Published
+from nereus_core.cluster import Device
+from nereus_core.errors import NereusError
+from nereus_core.layout import Layout
+
+Place = tuple[Layout, Device]
+"""Of an engine: its layout and its first device."""
+
+
+class HostLost(NereusError):
+    """A host is gone, with the weights in its memory."""
+
+    def __init__(self, host: str, doing: str, cause: str) -> None:
+        super().__init__(f"host {host} is gone ({cause}); it was to {doing}.")
+
+
+class Hosts(Protocol):
+    """Memory of the hosts that devices are on. Thread-safe."""
+
+    def reserve(self, device: Device, num_bytes: int) -> str:
+        """Make a segment that a device's process can write to; it is held until `remove`."""
+        ...
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Let go of segments, and of what was copied from them. Safe to repeat."""
+        ...
+
+    def holds(self, published: Published) -> bool:
+        """Whether all of what was published is still there."""
+        ...
+
+    def deliver(self, published: Published, places: Iterable[Place]) -> None:
+        """Bring weights to the hosts of engines, at once; what is there is not sent again.
+
+        Raises:
+            HostLost, WaitTimeout: a host is gone or did not take its part; others may have theirs.
+        """
+        ...
+
+    def manifest(self, published: Published, place: Place) -> Manifest:
+        """Say what the ranks of an engine read on its host, delivered if it was not.
+
+        Raises:
+            HostLost, WaitTimeout: as `deliver`.
+        """
+        ...
+
+    def check(self, published: Published, places: Sequence[Place]) -> None:
+        """Raise GarbledWeights unless what engines at some places would read is as published."""
+        ...
+
+    def read(self, piece: Piece) -> bytes | memoryview:
+        """Return the bytes of a piece."""
+        ...
+
+
+class ThisHost:
+    """All devices are of one host: what is written can be read. Implements `Hosts`."""
+
+    def reserve(self, device: Device, num_bytes: int) -> str:
+        """Make a segment, held by this process."""
+        return reserve(num_bytes)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Let go of segments."""
+        remove(names)
+
+    def holds(self, published: Published) -> bool:
+        """It is: this process holds it."""
+        return True
+
+    def deliver(self, published: Published, places: Iterable[Place]) -> None:
+        """Do nothing: it is there."""
+
+    def manifest(self, published: Published, place: Place) -> Manifest:
+        """Say what the ranks of an engine read."""
+        return published.manifest(place[0])
+
+    def check(self, published: Published, places: Sequence[Place]) -> None:
+        """Check all of it."""
+        check(published.pieces, published.version)
+
+    def read(self, piece: Piece) -> bytes | memoryview:
+        """Return the bytes of a piece, mapped."""
+        return Segment(piece.segment).view(piece.offset, piece.num_bytes)
+
+
+def check(pieces: Iterable[Piece], version: int) -> None:
+    """Raise GarbledWeights when pieces in segments of this host are not what was published."""
+    segments: dict[str, Segment] = {}
+    try:
+        for piece in pieces:
+            if piece.segment not in segments:
+                segments[piece.segment] = Segment(piece.segment)
+            with segments[piece.segment].view(piece.offset, piece.num_bytes) as content:
+                piece.check(content, version)
+    finally:
+        for segment in segments.values():
+            segment.close()
