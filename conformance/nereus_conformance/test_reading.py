@@ -130,7 +130,7 @@ def test_peak_memory_agrees_with_the_device(arrange: Arranger) -> None:
     """
     subject = arrange()
     subject.step()
-    subject.adapter.observe()  # the peak of a first step, before there are moments, is like no other
+    subject.adapter.observe()  # a first step, before there are moments, has a peak like no other
     subject.step()
     peaks = subject.adapter.observe().peak_bytes
     capacity = subject.job.cluster.device_spec.memory_bytes
