@@ -53,6 +53,10 @@ KNOWN_FAILURES = {
         "what it serves is the newest version; at the boundary it does not hold it yet, because "
         f"verl's weight synchronization comes right after it, {_ISSUE}"
     ),
+    "test_fingerprint_depends_on_state_alone": (
+        "a replica has no state of its own to digest: verl gives it the trainer's weights before "
+        f"it serves, {_ISSUE}"
+    ),
     "test_moved_bytes_equal_the_planned_routes[tp2pp1]": (
         "tp2 stands for an FSDP group of two ranks, which cuts norms too: less is moved than "
         f"between tensor-parallel ranks, {_ISSUE}"

@@ -101,6 +101,7 @@ class VerlAdapter(LedgerAdapter):
             limit_s = self._timeouts.primitive_s
             self.rollouts = Rollouts(trainer, serving(self._units), self.fleet, limit_s)
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
+        self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
         self.gate = Gate(self._timeouts.boundary_s)
         self._lock = threading.RLock()
@@ -124,7 +125,8 @@ class VerlAdapter(LedgerAdapter):
         seen, healthy = self._recorder.drained(), frozenset(job.cluster.healthy)
         if seen is None:
             nothing = TokenStats.of([])
-            return Observation(-1, 0.0, {}, nothing, nothing, {}, healthy)
+            return Observation(self._observed, 0.0, {}, nothing, nothing, {}, healthy)
+        self._observed = seen.step
         return Observation(
             step=seen.step,
             step_s=seen.step_s,

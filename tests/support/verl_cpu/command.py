@@ -81,6 +81,7 @@ def overrides(
         f"trainer.default_local_dir={work}/checkpoints",
         f"hydra.run.dir={work}/hydra",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "+ray_kwargs.ray_init.address=local",  # never a cluster that somebody else has started
         "ray_kwargs.ray_init.num_cpus=24",
         f"+ray_kwargs.ray_init.num_gpus={ray_devices or devices}",
         "+ray_kwargs.ray_init.include_dashboard=False",
