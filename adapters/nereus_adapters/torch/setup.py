@@ -29,7 +29,15 @@ from nereus_core.errors import ConfigError
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement, Plan, check_plan, plan_problems
-from nereus_core.workload import ALGORITHMS, FLOAT32, FLOAT64, Job, ModelStage, Precision
+from nereus_core.workload import (
+    ACTOR_GENERATE,
+    ALGORITHMS,
+    FLOAT32,
+    FLOAT64,
+    Job,
+    ModelStage,
+    Precision,
+)
 
 # As the engine keeps it: parameters and gradients in bf16, moments in float32, no master copy.
 BFLOAT16 = Precision("bfloat16", 2, 2, 4)
@@ -82,6 +90,7 @@ def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
     models = {"actor": spec, "ref": replace(spec, name="ref")}
     if section.algorithm == "ppo":
         models["critic"] = spec.as_critic("critic")
+    engines = backend.rollout == "vllm"
     return Job(
         workload=ALGORITHMS[section.algorithm](),
         models=models,
@@ -92,6 +101,8 @@ def _job(section: JobSection, backend: BackendSection, spec: ModelSpec) -> Job:
         precision=PRECISIONS[section.precision],
         micro_batch=section.micro_batch,
         num_steps=section.steps,
+        # vLLM's seats lease one another on their own host.
+        within_node=frozenset({ACTOR_GENERATE} if engines and backend.pool == "ray" else ()),
     )
 
 
