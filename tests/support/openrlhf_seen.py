@@ -80,25 +80,37 @@ def require_same_tokens(record):
                     break
 
 
-def require_saved(folder, count=27):
-    """The driver saved the model through the ranks of the end."""
-    from safetensors.torch import load_file
+def require_sound_end(ran, records, folder, *, steps, kl=2e-3):
+    """The job took all its steps, trained in each, and saved through the ranks of the end.
 
-    (path,) = (folder / "final").glob("*.safetensors")
-    assert len(load_file(path)) == count
+    ``kl`` bounds what engines generate against what the actor would, whatever the layouts: at every
+    step their log-probabilities differ by rounding; in an asynchronous job also by a step.
+    """
+    logged = ran.steps()
+    assert [step["step"] for step in logged] == [1.0 + n for n in range(steps)]
+    assert all(abs(step["vllm_kl"]) < kl for step in logged)
+    _require_steps_fell_due(records)
+    _require_saved(folder)
 
 
-def require_steps_fell_due(ran, records):
+def _require_steps_fell_due(records):
     """Every RL step was one optimizer step, also after the accumulation changed.
 
     A digest proves state, not trajectory: counted on from the old accumulation, a step would fall
     due in the middle of a batch, and gradients of two batches would mix.
     """
-    assert [step["step"] for step in ran.steps()] == [1.0 + n for n in range(len(ran.steps()))]
     for record in records:
         for stage, state in record["before"]["at"].items():
             assert state["global_steps"] == record["step"], stage
             assert state["steps"] == [record["step"]], stage
+
+
+def _require_saved(folder, count=27):
+    """The driver saved the model through the ranks of the end."""
+    from safetensors.torch import load_file
+
+    (path,) = (folder / "final").glob("*.safetensors")
+    assert len(load_file(path)) == count
 
 
 def weights(folder):

@@ -51,6 +51,7 @@ def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, recorded, tmp_pa
     job = JOB | {"train__agent_func_path": recorded}
     ranks = {"actor__num_gpus_per_node": 1, "critic__num_gpus_per_node": 1}
     two = fixed(assets, tmp_path / "two", **job)
+    again = fixed(assets, tmp_path / "again", **job)
     one = fixed(assets, tmp_path / "one", **job | ranks)
     ran, records, _ = adapt(
         assets,
@@ -70,8 +71,9 @@ def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, recorded, tmp_pa
     between, own = gaps(two, one), gaps(two, changed)
     apart = {
         name: drift(assets / "model", tmp_path / "two/final", tmp_path / name / "final")
-        for name in ("one", "changed")
+        for name in ("again", "one", "changed")
     }
+    print("MEASURED", apart, gaps(two, again), between, own)
     assert apart["changed"] <= 2 * apart["one"] + 1e-3, apart
     assert apart["changed"] < 1 / 12, apart
     for figure in FIGURES:  # two jobs say roughly how large such differences are
