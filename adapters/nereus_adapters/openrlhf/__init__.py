@@ -5,6 +5,7 @@ Importing this package imports neither OpenRLHF nor Ray; the hooks do when they 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nereus_adapters.openrlhf.seams import SEAMS
@@ -16,6 +17,7 @@ from nereus_core.workload import Stage
 
 if TYPE_CHECKING:
     from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
+    from nereus_adapters.openrlhf.harness import OpenRLHFHarness
     from nereus_core.config import NereusConfig
 
 NAME = "openrlhf"
@@ -57,7 +59,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         requirement="openrlhf>=0.11,<0.12",
         install="pip install 'nereus[openrlhf]'",
         seams=SEAMS,
-        tiers=(),
+        tiers=("real",),
     )
 
 
@@ -74,3 +76,15 @@ def nereus_create_adapter(
     from nereus_adapters.openrlhf.attaching import attach
 
     return attach(handle, config)
+
+
+@hookimpl(optionalhook=True)
+def nereus_conformance_harness(
+    name: str, tier: str, options: Mapping[str, str]
+) -> OpenRLHFHarness | None:
+    """Return the harness of the real tier: OpenRLHF on a CPU. It has no options."""
+    if name != NAME or tier != "real":
+        return None
+    from nereus_adapters.openrlhf.harness import OpenRLHFHarness
+
+    return OpenRLHFHarness(**options)

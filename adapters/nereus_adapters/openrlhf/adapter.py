@@ -150,9 +150,14 @@ class OpenRLHFAdapter(LedgerAdapter):
         enter(Phase.PREPARE)
         refuse(op, self._running)
         enter(Phase.TRANSFER)
-        moved_bytes = self._linking.vacate(stage)
-        enter(Phase.VERIFY)
-        enter(Phase.COMMIT)
+        moved_bytes = self._linking.park(stage)
+        try:
+            enter(Phase.VERIFY)
+            enter(Phase.COMMIT)
+        except BaseException:
+            self._linking.discard(stage)
+            raise
+        self._linking.vacate(stage)
         self._linking.switch(ended(op), created(op))
         if isinstance(op, Destroy) and op.park:
             self._linking.rest(units[op.unit])

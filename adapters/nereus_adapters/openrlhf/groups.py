@@ -141,10 +141,12 @@ def _processes(running: Running, stage: ModelStage, devices: Sequence[Device]) -
 
 def _start(running: Running, stage: ModelStage, device: Device, rank: int, world: int) -> Any:
     kind = running.groups[stage].ray_actor_type
-    for waiting in [k for k in running.ranks if k[1] == device]:
-        if device not in running.devices_of(waiting[0]):  # a seat without a model holds its share
-            ray.kill(running.ranks.pop(waiting))
-            running.whole.discard(waiting)
+    # A rank that has left and was given all of the device still holds it; those that Nereus starts
+    # and an engine that OpenRLHF started beside others have room together.
+    for seat in [k for k in running.whole if k in running.ranks and k[1] == device]:
+        if device not in running.devices_of(seat[0]):
+            ray.kill(running.ranks.pop(seat))
+            running.whole.discard(seat)
     bundle = running.bundles[device]
     if bundle.pg is None:
         bundle = running.bundles[device] = _reserved(running)
