@@ -37,6 +37,8 @@ class Feature(StrEnum):
     """Peak bytes per device are measured."""
     EFFICIENCY_PROBE = "efficiency_probe"
     """Achieved efficiency per operation class is measured."""
+    PIPELINE_STAGES = "pipeline_stages"
+    """A unit may spread its layers over pipeline stages: layouts with pp > 1."""
 
 
 class Level(StrEnum):

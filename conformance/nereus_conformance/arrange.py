@@ -8,6 +8,7 @@ import pytest
 
 from nereus_conformance.subject import Subject
 from nereus_conformance.suite import Suite
+from nereus_conformance.ties import cannot, require_kept, tied
 from nereus_core.capabilities import Feature
 from nereus_core.cluster import Device
 from nereus_core.harness import Harness, StepResult
@@ -57,7 +58,8 @@ class Arranger:
 
         The stage under test takes the first devices, then come the spare ones; every other stage
         has one unit, each on a device of its own if there are enough. Where there are not, stages
-        share devices; an adapter that cannot colocate skips the case.
+        share devices; an adapter that cannot colocate skips the case. Stages tied to another hold
+        its devices, all of them.
         """
         job = job or self.job()
         under_test = stage if isinstance(stage, ModelStage) else MODEL_STAGES[stage]
@@ -65,14 +67,36 @@ class Arranger:
         own = layout.num_devices * num_units
         rest = list(devices[own + spare :]) or list(devices[:own])
         plan = {under_test: Placement.packed(layout, devices[:own])}
-        waiting = [s for s in job.workload.stages if s != under_test]
+        waiting: list[ModelStage] = []
+        bound: dict[ModelStage, ModelStage] = {}
+        for other in (s for s in job.workload.stages if s != under_test):
+            placed = [s for s in tied(job, other) if s == under_test or s in waiting]
+            if placed:
+                bound[other] = placed[0]
+            else:
+                waiting.append(other)
         if len(waiting) * others.num_devices > len(devices) - own - spare:
             self._colocate()
         for index, other in enumerate(waiting):
             at = (index * others.num_devices) % len(rest)
             chosen = tuple((rest * 2)[at : at + others.num_devices])
             plan[other] = Placement(others, (chosen,))
+        for other, partner in bound.items():
+            plan[other] = self._beside(job, plan[partner], others, other, partner)
         return self.launch(job, Plan(plan), under_test, devices[own : own + spare])
+
+    def _beside(
+        self, job: Job, placed: Placement, layout: Layout, other: ModelStage, partner: ModelStage
+    ) -> Placement:
+        """Place a stage on the devices of the one that it is tied to."""
+        self._colocate()
+        devices = tuple(d for unit in placed.units for d in unit)
+        if len(devices) % layout.num_devices:
+            cannot(other, partner, f"its units of {layout} do not fill {len(devices)} devices")
+        found = Placement.packed(layout, devices)
+        if job.global_batch % found.dp:
+            cannot(other, partner, f"its {found.dp} units do not divide {job.global_batch} prompts")
+        return found
 
     def everywhere(self, stage: Stage, layout: Layout, *, algorithm: Algorithm = "grpo") -> Subject:
         """Launch a job in which every stage is on all four devices in one layout."""
@@ -85,10 +109,15 @@ class Arranger:
     def launch(
         self, job: Job, plan: Plan, under_test: ModelStage, spare: tuple[Device, ...] = ()
     ) -> Subject:
-        """Launch a job under a plan."""
+        """Launch a job under a plan; skips where the adapter cannot hold it, or ties forbid it."""
+        for placement in plan.values():
+            self._suite.require_layout(placement.layout)
+        require_kept(job, plan)
         self._suite.report.launches += 1
         adapter = self._harness.launch(job, plan)
-        return Subject(self._harness, adapter, job, plan, under_test, spare)
+        return Subject(
+            self._harness, adapter, job, plan, under_test, spare, self._suite.require_layout
+        )
 
     def fixed(self, num_steps: int, algorithm: Algorithm = "grpo") -> list[StepResult]:
         """Return the steps of the job whose plan never changes; run once per session.

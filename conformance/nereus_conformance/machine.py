@@ -38,6 +38,7 @@ def walk(
     launch: Callable[[], Subject],
     can: frozenset[tuple[Kind, ModelStage]],
     *,
+    pipelines: bool,
     seed: int,
     examples: int,
     steps: int,
@@ -47,6 +48,7 @@ def walk(
     Args:
         launch: starts a job; once per walk.
         can: primitives that the adapter declares.
+        pipelines: whether units may have pipeline stages.
         seed: of Hypothesis.
         examples: walks.
         steps: primitives of one walk.
@@ -57,6 +59,7 @@ def walk(
         pass
 
     Walk.launch, Walk.can = staticmethod(launch), can
+    Walk.layouts = [layout for layout in LAYOUTS if pipelines or layout.pp == 1]
     run_state_machine_as_test(
         Walk,
         settings=hypothesis.settings(
@@ -78,6 +81,8 @@ class RandomWalk(RuleBasedStateMachine):
     launch: Callable[[], Subject]
     can: frozenset[tuple[Kind, ModelStage]]
     """Primitives that the adapter declares."""
+    layouts: list[Layout]
+    """Of units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,15 +117,19 @@ class RandomWalk(RuleBasedStateMachine):
     def _parent(self, data: st.DataObject, stage: ModelStage) -> Unit:
         return data.draw(st.sampled_from(self.model.of(stage)), label="unit")
 
+    def _layout(self, data: st.DataObject) -> Layout:
+        return data.draw(st.sampled_from(self.layouts), label="layout")
+
     def _able(self, kind: Kind) -> bool:
         return any(k is kind for k, _ in self.can)
 
     # --- Rules ----------------------------------------------------------------------------------
 
     @precondition(lambda self: self._able(Kind.SPLIT))
-    @rule(data=st.data(), layout=st.sampled_from(LAYOUTS))
-    def split(self, data: st.DataObject, layout: Layout) -> None:
+    @rule(data=st.data())
+    def split(self, data: st.DataObject) -> None:
         """Cut a unit into as many units of a layout as fit, perhaps leaving devices."""
+        layout = self._layout(data)
         parent = self._parent(data, self._stage(data, Kind.SPLIT))
         n, devices = layout.num_devices, parent.devices
         groups = [devices[i : i + n] for i in range(0, len(devices) - n + 1, n)]
@@ -128,9 +137,10 @@ class RandomWalk(RuleBasedStateMachine):
         self._perform(Split(self.subject.op_id(), parent.id, into))
 
     @precondition(lambda self: self._able(Kind.MERGE))
-    @rule(data=st.data(), layout=st.sampled_from(LAYOUTS))
-    def merge(self, data: st.DataObject, layout: Layout) -> None:
+    @rule(data=st.data())
+    def merge(self, data: st.DataObject) -> None:
         """Join all units of a stage, or let one grow."""
+        layout = self._layout(data)
         stage = self._stage(data, Kind.MERGE)
         parents = self.model.of(stage)
         devices = [d for unit in parents for d in unit.devices]
@@ -141,9 +151,10 @@ class RandomWalk(RuleBasedStateMachine):
         self._perform(Merge(self.subject.op_id(), tuple(p.id for p in parents), into))
 
     @precondition(lambda self: self._able(Kind.EXTEND))
-    @rule(data=st.data(), layout=st.sampled_from(LAYOUTS))
-    def extend(self, data: st.DataObject, layout: Layout) -> None:
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
         """Add a unit on devices the stage does not hold, if there are enough; else on held ones."""
+        layout = self._layout(data)
         stage = self._stage(data, Kind.EXTEND)
         held = {d for unit in self.model.of(stage) for d in unit.devices}
         order = sorted(self.subject.job.cluster.devices, key=lambda d: (d in held, d))

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from nereus_conformance.ties import cannot, tied
 from nereus_core.adapter import Adapter, Boundary, Receipt
 from nereus_core.cluster import Device
 from nereus_core.harness import Array, Harness, StepResult
 from nereus_core.layout import Layout
 from nereus_core.plan import Plan
-from nereus_core.primitives import Destroy, Extend, Merge, OpId, Primitive, Split
+from nereus_core.primitives import (
+    Destroy,
+    Extend,
+    Merge,
+    OpId,
+    Primitive,
+    Split,
+    apply,
+    model_stage_of,
+)
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage
 
@@ -34,6 +44,8 @@ class Subject:
     """The model-stage under test."""
     spare: tuple[Device, ...]
     """Devices that no stage holds."""
+    _require_layout: Callable[[Layout], None]
+    """Skips the case where the adapter has no such layout."""
     _op_ids: itertools.count[int] = field(default_factory=itertools.count)
     _serials: itertools.count[int] = field(default_factory=lambda: itertools.count(100))
     """Above those of a launch: an id is never used twice within a job, not even a lost unit's."""
@@ -77,11 +89,48 @@ class Subject:
                 return self.adapter.destroy(op)
 
     def transition(self, *ops: Primitive) -> tuple[Receipt, ...]:
-        """Perform primitives at one boundary, then relink to what they made."""
+        """Perform primitives at one boundary, and what ties demand; relink to what they made."""
         with self.boundary():
-            receipts = tuple(self.perform(op) for op in ops)
+            receipts = tuple(self.perform(op) for op in self.completed(*ops))
             self.adapter.relink(Plan.of_units(self.units))
         return receipts
+
+    def completed(self, *ops: Primitive) -> tuple[Primitive, ...]:
+        """Return primitives followed by those that bring tied stages to the same devices.
+
+        None follow where no stage is tied, and where ties are kept already.
+        """
+        units = self.units
+        for op in ops:
+            units = apply(op, units)
+        more: list[Primitive] = []
+        for stage in dict.fromkeys(model_stage_of(op) for op in ops):
+            for other in tied(self.job, stage):
+                for op in self._following(stage, other, units):
+                    more.append(op)
+                    units = apply(op, units)
+        return (*ops, *more)
+
+    def _following(
+        self, stage: ModelStage, other: ModelStage, units: UnitMap
+    ) -> Iterator[Primitive]:
+        """Yield what brings one stage to the devices of another, in its own layout."""
+        wanted = [d for unit in units.of(stage) for d in unit.devices]
+        present = units.of(other)
+        held = {d for unit in present for d in unit.devices}
+        missing = tuple(d for d in wanted if d not in held)
+        layout = present[0].layout
+        n = layout.num_devices
+        if len(missing) % n:
+            cannot(other, stage, f"its units of {layout} do not fill {len(missing)} devices more")
+        for i in range(0, len(missing), n):
+            yield self.extend(missing[i : i + n], stage=other)
+        for unit in present:
+            left = set(unit.devices) - set(wanted)
+            if left and left != set(unit.devices):
+                cannot(other, stage, f"its {unit} lies on devices that stay and on some that go")
+            if left:
+                yield self.destroy(unit)
 
     def step(self) -> StepResult:
         """Run one RL step."""
@@ -99,6 +148,7 @@ class Subject:
 
     def split(self, parent: Unit, layout: Layout) -> Split:
         """Build a split of a unit into as many units of a layout as its devices give."""
+        self._require_layout(layout)
         n = layout.num_devices
         groups = [parent.devices[i : i + n] for i in range(0, len(parent.devices), n)]
         ids = self.fresh(len(groups), parent.model_stage)
@@ -107,6 +157,7 @@ class Subject:
 
     def merge(self, parents: Sequence[Unit], layout: Layout) -> Merge:
         """Build a merge of units into one of a layout on all their devices."""
+        self._require_layout(layout)
         devices = tuple(d for parent in parents for d in parent.devices)
         stage = parents[0].model_stage
         into = Unit(self.fresh(1, stage)[0], layout, devices)

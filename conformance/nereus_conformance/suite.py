@@ -25,6 +25,7 @@ from nereus_core.capabilities import Capabilities, Feature, Level, Support
 from nereus_core.declaration import AdapterDeclaration
 from nereus_core.errors import DevicesMissing, NereusError
 from nereus_core.harness import Harness, Tier
+from nereus_core.layout import Layout
 from nereus_core.primitives import Kind
 from nereus_core.registry import Plugin, Registry
 from nereus_core.workload import Stage
@@ -97,6 +98,12 @@ class Suite:
         """Whether the adapter declares that it can do this with the backend installed."""
         support = self.support(need)
         return support is not None and support.at(self.status.installed)
+
+    def require_layout(self, layout: Layout) -> None:
+        """Skip a case that wants pipeline stages of an adapter that has none."""
+        support = self.support(Feature.PIPELINE_STAGES)
+        if layout.pp > 1 and support is not None and not self.holds(Feature.PIPELINE_STAGES):
+            pytest.skip(f"{layout}: PIPELINE_STAGES unsupported: {support.reason}")
 
     def refused(self) -> Iterator[tuple[Need, Support]]:
         """List what the adapter declares it cannot do with the backend installed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,9 @@ def test_destroy_removes_the_unit(arrange: Arranger, stage: Stage) -> None:
     subject = arrange(stage, num_units=2)
     before = subject.units
     op = subject.destroy(subject.own()[1])
-    subject.transition(op)
-    same_units(apply(op, before), subject.units, str(op))
+    ops = subject.completed(op)
+    subject.transition(*ops)
+    same_units(reduce(lambda units, op: apply(op, units), ops, before), subject.units, str(op))
     subject.step()
 
 
@@ -42,7 +44,8 @@ def test_memory_is_free_when_destroy_returns(arrange: Arranger, stage: Stage) ->
     op = subject.destroy(unit)
     with subject.boundary():
         before = subject.memory()
-        subject.perform(op)
+        for done in subject.completed(op):  # units tied to it lie on its devices too
+            subject.perform(done)
         after = subject.memory()
     for device in unit.devices:
         require(

@@ -7,6 +7,7 @@ import pytest
 from nereus_conformance.arrange import Arranger
 from nereus_conformance.assertions import require, same_state, same_units
 from nereus_conformance.subject import Subject
+from nereus_conformance.ties import require_apart
 from nereus_core.capabilities import Feature
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, UnitLost
@@ -68,7 +69,8 @@ def test_extend_from_an_intact_unit_replaces_a_lost_one(arrange: Arranger) -> No
     spare = _spare_for_train(subject)
     op = subject.extend([spare], ONE, sources=[kept.id])
     with subject.boundary():
-        subject.perform(op)
+        for done in subject.completed(op):
+            subject.perform(done)
         same_state(before, subject.state(op.unit), str(op))
         subject.adapter.relink(Plan.of_units(subject.units))
     result = subject.step()
@@ -116,6 +118,7 @@ def test_a_loss_elsewhere_does_not_fail_a_primitive(arrange: Arranger) -> None:
     """
     subject = arrange(Stage.TRAIN, TP2)
     before, parent = subject.state(subject.own()[0]), subject.own()[0]
+    require_apart(subject.job, ACTOR_TRAIN, ACTOR_GENERATE)
     elsewhere = subject.units.of(ACTOR_GENERATE)[0].devices[0]
     op = subject.split(parent, ONE)
     with subject.boundary():

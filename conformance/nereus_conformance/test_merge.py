@@ -6,12 +6,13 @@ import pytest
 
 from nereus_conformance.arrange import Arranger
 from nereus_conformance.assertions import partitioned, refused, require, same_state, same_units
+from nereus_conformance.ties import require_apart
 from nereus_core.capabilities import Feature
 from nereus_core.errors import Diverged, PrimitiveError
 from nereus_core.layout import Layout
 from nereus_core.primitives import Kind, Merge, apply
 from nereus_core.units import Unit
-from nereus_core.workload import ACTOR_GENERATE, Stage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Stage
 
 ONE, TP2, PP2 = Layout(1, 1), Layout(2, 1), Layout(1, 2)
 
@@ -86,6 +87,7 @@ def test_merge_across_model_stages_is_refused(arrange: Arranger) -> None:
     If this fails, check that preconditions (`primitives.check`) come first.
     """
     subject = arrange(Stage.TRAIN)
+    require_apart(subject.job, ACTOR_TRAIN, ACTOR_GENERATE)
     train, generate = subject.own()[0], subject.units.of(ACTOR_GENERATE)[0]
     into = Unit(subject.fresh(1)[0], TP2, (*train.devices, *generate.devices))
     op = Merge(subject.op_id(), (train.id, generate.id), into)

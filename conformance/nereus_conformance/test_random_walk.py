@@ -35,6 +35,8 @@ def test_random_walk_agrees_with_the_model(suite: Suite, arrange: Arranger) -> N
     walk(
         lambda: arrange.everywhere(Stage.TRAIN, Layout(2, 1)),
         can,
+        pipelines=suite.support(Feature.PIPELINE_STAGES) is None
+        or suite.holds(Feature.PIPELINE_STAGES),
         seed=suite.seed,
         examples=examples,
         steps=steps,

@@ -45,6 +45,7 @@ def test_units_of_a_stage_share_one_layout(arrange: Arranger) -> None:
             )
 
 
+@pytest.mark.needs(Feature.PIPELINE_STAGES)
 def test_unit_has_tp_times_pp_devices(arrange: Arranger) -> None:
     """A unit holds as many devices as its layout says, in the plan's order of local rank.
 

@@ -13,7 +13,8 @@ from nereus_core.capabilities import Feature
 from nereus_core.errors import Unsupported
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
-from nereus_core.primitives import Kind, Primitive
+from nereus_core.primitives import Kind, Merge, Primitive
+from nereus_core.units import Unit
 from nereus_core.workload import Stage
 
 TP2 = Layout(2, 1)
@@ -59,6 +60,13 @@ def _feature(arrange: Arranger, feature: Feature) -> None:
             subject = arrange()
             subject.step()
             assert not subject.adapter.observe().efficiency, "undeclared figures are reported"
+        case Feature.PIPELINE_STAGES:
+            subject = arrange(Stage.TRAIN, num_units=2)
+            own = subject.own()
+            into = Unit(subject.fresh(1)[0], Layout(1, 2), (*own[0].devices, *own[1].devices))
+            op = Merge(subject.op_id(), (own[0].id, own[1].id), into)
+            with subject.boundary(), refused(subject, Unsupported, str(op)):
+                subject.perform(op)
         case Feature.ASYNC_BOUNDARY:
             with pytest.raises(Unsupported):
                 arrange(job=arrange.job(asynchronous=True))

@@ -9,6 +9,7 @@ import pytest
 from nereus_conformance.arrange import Arranger
 from nereus_conformance.assertions import partitioned, refused, require, same_state, same_units
 from nereus_conformance.suite import Suite
+from nereus_conformance.ties import tied
 from nereus_core.capabilities import Feature
 from nereus_core.errors import Infeasible
 from nereus_core.layout import Layout, layout_problems
@@ -140,8 +141,14 @@ def test_split_that_exceeds_memory_is_infeasible_before_it_starts(arrange: Arran
     job = arrange.job()
     shard = unit_shards(job.model(ACTOR_TRAIN), ONE)[0]
     whole = job.precision.train_bytes * sum(box.num_elements for box in shard.values())
+    # Stages that are tied lie on the same devices, whole.
+    beside = sum(
+        job.precision.kept_bytes(other.stage)
+        * sum(box.num_elements for box in unit_shards(job.model(other), ONE)[0].values())
+        for other in tied(job, ACTOR_TRAIN)
+    )
     # Nine tenths of one child: the parent's half fits, a child does not even alone.
-    spec = replace(job.cluster.device_spec, memory_bytes=whole * 9 // 10)
+    spec = replace(job.cluster.device_spec, memory_bytes=whole * 9 // 10 + beside)
     job = replace(job, cluster=replace(job.cluster, device_spec=spec))
     subject = arrange(Stage.TRAIN, TP2, job=job)
     op = subject.split(subject.own()[0], ONE)

@@ -8,6 +8,7 @@ from nereus_conformance.arrange import MODEL_STAGES, Arranger
 from nereus_conformance.assertions import partitioned, require, same_state, uniform
 from nereus_conformance.subject import THREAD_S, Subject
 from nereus_conformance.suite import Suite
+from nereus_conformance.ties import require_kept
 from nereus_core.capabilities import Feature
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
@@ -49,6 +50,7 @@ def _changed(suite: Suite, subject: Subject) -> Plan:
     target = _target(suite, subject)
     if target == subject.plan:
         pytest.skip("the adapter has no primitive that changes a plan")
+    require_kept(subject.job, target)
     return target
 
 

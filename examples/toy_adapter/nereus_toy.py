@@ -51,6 +51,7 @@ CAPABILITIES = Capabilities(
             Feature.DATALOADER_STATE,
             Feature.FINGERPRINT,
             Feature.COLOCATED_STAGES,
+            Feature.PIPELINE_STAGES,
         ),
         full(),
     ),

@@ -61,3 +61,20 @@ def test_a_tier_without_a_harness_is_refused(tmp_path):
 
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "adapter 'sim' has no harness for tier gpu; it declares contract" in run.stderr
+
+
+def test_tied_stages_are_arranged_on_the_same_devices_or_the_case_is_skipped(tmp_path):
+    run = pytest_in(
+        tmp_path, "-p", "no:cacheprovider", "--pyargs", "nereus_conformance", "-v", "-rs",
+        "--adapter=sim", "--harness", "stages=together",
+        "-k", "destroy or extend or across_model_stages or hand_over or planned_transition",
+    )  # fmt: skip
+
+    assert run.returncode == 0, run.stdout
+    for case in ("test_destroy_removes_the_unit[train]", "test_extend_adds_one_unit[generate]"):
+        assert f"{case} PASSED" in run.stdout
+    assert "test_merge_across_model_stages_is_refused SKIPPED" in run.stdout
+    apart = (
+        "actor/generate is tied to actor/train: the case wants a unit of each on devices of its own"
+    )
+    assert apart in run.stdout

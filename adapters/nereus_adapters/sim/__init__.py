@@ -10,6 +10,8 @@ from nereus_core.errors import WrongHandle
 from nereus_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nereus_adapters.sim.adapter import SimAdapter
     from nereus_adapters.sim.harness import SimHarness
     from nereus_adapters.sim.launch import SimLaunched
@@ -49,8 +51,12 @@ def nereus_launch(name: str, config: NereusConfig) -> SimLaunched | None:
 
 
 @hookimpl(optionalhook=True)
-def nereus_conformance_harness(name: str, tier: str) -> SimHarness | None:
-    """Return the harness of the contract tier."""
+def nereus_conformance_harness(
+    name: str, tier: str, options: Mapping[str, str]
+) -> SimHarness | None:
+    """Return the harness of the contract tier; with ``stages=together`` all hold one set."""
     from nereus_adapters.sim.harness import SimHarness
 
-    return SimHarness() if name == NAME and tier == "contract" else None
+    if name != NAME or tier != "contract":
+        return None
+    return SimHarness(together=options.get("stages") == "together")

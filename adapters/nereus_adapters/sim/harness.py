@@ -27,13 +27,19 @@ _WAIT_S = 20.0
 
 
 class SimHarness:
-    """Launches small jobs in memory. Implements `nereus_core.harness.Harness`."""
+    """Launches small jobs in memory. Implements `nereus_core.harness.Harness`.
+
+    Args:
+        together: all stages hold the same devices, as in a framework that has them in the same
+            processes.
+    """
 
     tier = Tier.CONTRACT
     wait_s = _WAIT_S
     """Most seconds a step waits for a boundary to close."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, together: bool = False) -> None:
+        self._together = together
         self._running: SimJob | None = None
         self._adapter: SimAdapter | None = None
         self._strike: Strike | None = None
@@ -41,14 +47,16 @@ class SimHarness:
     def job(self, algorithm: Algorithm = "grpo") -> Job:
         """One node of four devices, a model of ten thousand parameters, a batch of eight."""
         critic = {"critic": SMALL.as_critic("small-critic")} if algorithm == "ppo" else {}
+        workload = ALGORITHMS[algorithm]()
         return Job(
-            workload=ALGORITHMS[algorithm](),
+            workload=workload,
             models={"actor": SMALL, "ref": SMALL, **critic},
             cluster=Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK),
             global_batch=8,
             max_prompt_tokens=8,
             max_response_tokens=32,
             precision=FLOAT64,
+            together=(frozenset(workload.stages),) if self._together else (),
         )
 
     def launch(self, job: Job, plan: Plan) -> SimAdapter:

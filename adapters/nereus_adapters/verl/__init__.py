@@ -35,6 +35,7 @@ CAPABILITIES = Capabilities(
         Feature.PARTIAL_ROLLOUT: unsupported("requests in flight are verl's own to resume"),
         Feature.ASYNC_BOUNDARY: not_yet("separate_async is observed only", tracking=_ISSUE),
         Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
+        Feature.PIPELINE_STAGES: unsupported("verl's FSDP engine has no pipeline stages"),
     },
 )
 

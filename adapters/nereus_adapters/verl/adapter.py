@@ -273,11 +273,11 @@ class VerlAdapter(LedgerAdapter):
     def _require_runs(self, op: Primitive) -> None:
         """Raise Infeasible unless new units are runs of devices in the order of ranks."""
         for unit in created(op):
+            if unit.layout.pp > 1:
+                raise Unsupported(str(op), "verl's FSDP engine has no pipeline stages", op)
             places = [self._order.index(d) for d in unit.devices]
             if places != list(range(places[0], places[0] + len(places))):
                 raise Infeasible(f"{op}: {unit} is no run of verl's ranks.", op)
-            if unit.layout.pp > 1:
-                raise Infeasible(f"{op}: verl's FSDP engine has no pipeline stages.", op)
 
 
 def _serves(unit: Unit) -> bool:

@@ -17,6 +17,9 @@ long one on four."""
 ROLLOUT_BYTES = 44_100_000
 """Of a replica's weights, which lie in its own process."""
 OVERRIDES = (
+    # One micro-batch for each of four ranks, and no more: what is held is of one micro-batch.
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     # One parameter after the other: Adam's temporaries are small, activations make the peak.
     "actor_rollout_ref.actor.optim.override_optimizer_config={foreach: False}",
 )
