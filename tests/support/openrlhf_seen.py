@@ -24,15 +24,18 @@ def adapt(
     group_s=240,
     timeout_s=300,
     ends="done",
+    leave=None,
+    admission="never",
     **changes,
 ):
     """Run a job with these transitions; returns it, what was seen of them, and its events."""
-    words = ["--nereus.enable", "--nereus.mode=adapt", "--nereus.policy.admission=never",
+    words = ["--nereus.enable", "--nereus.mode=adapt", f"--nereus.policy.admission={admission}",
              f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}",
              "--nereus.backend.start_s=240"]  # fmt: skip
     seen = folder / "seen.jsonl"
     more = {
         "OPENRLHF_TEST_FORCE": json.dumps(force),
+        "OPENRLHF_TEST_LEAVE": json.dumps(leave or {}),
         "OPENRLHF_TEST_SEEN": str(seen),
         "OPENRLHF_TEST_FAULT": json.dumps(faults or {}),
         "OPENRLHF_TEST_GROUP_S": str(group_s),
@@ -41,7 +44,7 @@ def adapt(
     ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s)
     assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
     found = [json.loads(line) for line in seen.read_text().splitlines()]
-    assert [one["step"] for one in found] == [int(step) for step in force]
+    assert [one["step"] for one in found] == [int(step) for step in {**force, **(leave or {})}]
     events = [event for event, _ in read_events(folder / "run" / "events.jsonl")]
     assert isinstance(events[-1], RunFinished)
     assert events[-1].outcome.startswith(ends)

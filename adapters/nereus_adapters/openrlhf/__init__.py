@@ -38,7 +38,11 @@ CAPABILITIES = Capabilities(
         Feature.FINGERPRINT: full(),
         Feature.CONCURRENT_PRIMITIVES: full(),
         Feature.COLOCATED_STAGES: full(),
-        Feature.ASYNC_BOUNDARY: full(),
+        Feature.ASYNC_BOUNDARY: unsupported(
+            "OpenRLHF holds the lock of its engines for a whole rollout, and a boundary that "
+            "changes engines or their weights waits for it"
+        ),
+        Feature.PIPELINE_STAGES: unsupported("OpenRLHF has no pipeline parallelism"),
         Feature.PARTIAL_ROLLOUT: unsupported("requests are drained before engines change"),
         Feature.UNIT_LOSS: unsupported(
             "ZeRO keeps each part of the optimizer state on one rank, so a lost rank is lost state"

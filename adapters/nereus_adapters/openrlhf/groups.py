@@ -172,6 +172,14 @@ def kill(running: Running, stage: ModelStage) -> None:
         running.whole.discard(key)
 
 
+def retire(running: Running) -> None:
+    """End processes that wait on devices which are to be left; Ray keeps their place."""
+    for stage, device in [k for k in running.ranks if k[1] in running.leaving]:
+        if device not in running.devices_of(stage):
+            ray.kill(running.ranks.pop((stage, device)))
+            running.whole.discard((stage, device))
+
+
 def _set_world(args: Any, stage: ModelStage, world: int, tp: int) -> None:
     of_model = getattr(args, _ARGS[stage])
     of_model.num_nodes, of_model.num_gpus_per_node = 1, world

@@ -12,6 +12,7 @@ starts it (tests/support/openrlhf_cpu), not of the harness.
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 import tempfile
 import time
@@ -34,6 +35,7 @@ from nereus_adapters.openrlhf.linking import FAILURES
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.openrlhf.signals import Signals
+from nereus_adapters.openrlhf.supply import FILE, Supply
 from nereus_adapters.openrlhf.warm import Seat
 from nereus_adapters.ray_calls import ask, outcome
 from nereus_core.cluster import Cluster, Device
@@ -205,7 +207,9 @@ class OpenRLHFHarness:
         running.signals.listen_to_steps(running.trainer)
         per_group(running.trainer.experience_maker)
         self._listen_to_prompts(running.trainer)
-        self._adapter = OpenRLHFAdapter(running, job, version("openrlhf"))
+        self._adapter = OpenRLHFAdapter(
+            running, job, version("openrlhf"), Supply((), self._folder / FILE)
+        )
         self._adapter.warm()
 
     def _listen_to_prompts(self, trainer: Any) -> None:
@@ -299,7 +303,7 @@ class OpenRLHFHarness:
         if stage == ACTOR_GENERATE:
             function = harness_behind.worker_parts
             parts = harness_behind.ask_workers(running.engines[unit.id], function, _WAIT_S)
-            return harness_behind.put_together(parts)
+            return harness_behind.put_together([pickle.loads(part) for part in parts])
         moments = stage.stage is Stage.TRAIN
         handles = running.handles(stage) if moments else [
             running.ranks[stage, device] for device in unit.devices

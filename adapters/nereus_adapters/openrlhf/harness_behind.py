@@ -7,6 +7,7 @@ where they lie, an engine's weights are read from the modules that it computes w
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,12 +132,13 @@ def worker_bytes(worker: Any) -> int:
     return sum(p.nbytes for p in worker.model_runner.model.parameters())
 
 
-def worker_parts(worker: Any) -> dict[str, Part]:
-    """Take a worker's Qwen2 apart into slices of the checkpoint's tensors."""
-    return {
-        f"param/{name}": Part(_bits(tensor), dim)
-        for name, tensor, dim in _held(worker.model_runner.model)
-    }
+def worker_parts(worker: Any) -> bytes:
+    """Take a worker's Qwen2 apart into slices of the checkpoint's tensors; pickled.
+
+    vLLM's own encoding knows neither arrays nor classes of ours.
+    """
+    held = _held(worker.model_runner.model)
+    return pickle.dumps({f"param/{name}": Part(_bits(t), dim) for name, t, dim in held})
 
 
 def _held(causal: Any) -> Iterator[tuple[str, Any, int | None]]:

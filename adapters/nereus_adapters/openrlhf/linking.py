@@ -113,6 +113,7 @@ class Linking:
             self._back(error, anew=True)
         self._linked = self._running.alive
         self._forget()
+        groups.retire(self._running)
         self.warm()
         return taken
 
