@@ -53,6 +53,32 @@ CAPABILITIES = Capabilities(
 )
 
 
+KNOWN_FAILURES = {
+    "test_merge_of_diverged_units_is_refused": (
+        "ZeRO keeps each part of a moment once in a stage, so that units cannot differ in it"
+    ),
+    "test_extend_leaves_the_source_untouched[train]": (
+        "ZeRO shares moments out among units: with one more, the source holds less"
+    ),
+    "test_split_that_exceeds_memory_is_infeasible_before_it_starts": (
+        "under ZeRO two children share their moments, and fit in nine tenths of what one holds"
+    ),
+    "test_moved_bytes_equal_the_planned_routes": (
+        "a group's state goes through host memory: all of it moves, whatever stays where it was"
+    ),
+    "test_extend_picks_the_nearest_source": (
+        "engines get their weights by OpenRLHF's broadcast when the job is linked, whole"
+    ),
+    "test_fingerprint_depends_on_state_alone": (
+        "digests are of fp32 masters, which engines and the reference have not"
+    ),
+    "test_random_walk_agrees_with_the_model": (
+        "amid a walk a stage has units of two layouts, which no group of OpenRLHF can be built for"
+    ),
+}
+"""Cases that OpenRLHF makes untrue, by name; all of them run and must fail."""
+
+
 @hookimpl
 def nereus_declare_adapter() -> AdapterDeclaration:
     """Declare the adapter without importing OpenRLHF."""
@@ -64,6 +90,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         install="pip install 'nereus[openrlhf]'",
         seams=SEAMS,
         tiers=("real",),
+        known_failures=KNOWN_FAILURES,
     )
 
 

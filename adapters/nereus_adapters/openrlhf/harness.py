@@ -12,6 +12,7 @@ starts it (tests/support/openrlhf_cpu), not of the harness.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import shutil
 import tempfile
@@ -356,7 +357,9 @@ class OpenRLHFHarness:
 
     def close(self) -> None:
         """End everything."""
-        ray.shutdown()
+        with _quiet():
+            ray.shutdown()
+            gc.collect()  # Ray drops its own processes without waiting for them, and Python says so
         shutil.rmtree(self._short, ignore_errors=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -90,7 +90,7 @@ def state_bytes(actor: Any) -> int:
     engine = engine_of(actor)
     tensors = list(engine.module.parameters())
     inner = getattr(getattr(engine, "optimizer", None), "optimizer", None)
-    if inner is not None:
+    if hasattr(inner, "state"):  # a model that is not trained has a dummy of DeepSpeed's
         tensors += [p for group in inner.param_groups for p in group["params"]]
         tensors += [state[slot] for state in inner.state.values() for slot in _MOMENTS]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
