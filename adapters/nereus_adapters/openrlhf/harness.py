@@ -384,7 +384,7 @@ def _trainer(args: Any, stages: list[ModelStage]) -> Any:
     from openrlhf.trainer.ray.launcher import RayActorGroup, ReferenceModelActor
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.trainer.ray.ppo_critic import CriticModelActor
-    from openrlhf.utils import get_strategy
+    from openrlhf.utils.utils import get_strategy
     from transformers import set_seed
 
     kinds = {

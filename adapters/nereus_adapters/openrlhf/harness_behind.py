@@ -89,7 +89,7 @@ def state_bytes(actor: Any) -> int:
         return 0
     engine = engine_of(actor)
     tensors = list(engine.module.parameters())
-    inner = getattr(getattr(engine, "optimizer", None), "optimizer", None)
+    inner: Any = getattr(getattr(engine, "optimizer", None), "optimizer", None)
     if hasattr(inner, "state"):  # a model that is not trained has a dummy of DeepSpeed's
         tensors += [p for group in inner.param_groups for p in group["params"]]
         tensors += [state[slot] for state in inner.state.values() for slot in _MOMENTS]
