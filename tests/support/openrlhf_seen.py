@@ -25,6 +25,7 @@ def adapt(
     timeout_s=300,
     ends="done",
     leave=None,
+    node=None,
     admission="never",
     **changes,
 ):
@@ -36,15 +37,19 @@ def adapt(
     more = {
         "OPENRLHF_TEST_FORCE": json.dumps(force),
         "OPENRLHF_TEST_LEAVE": json.dumps(leave or {}),
+        "OPENRLHF_TEST_NODE": json.dumps(node or {}),
         "OPENRLHF_TEST_SEEN": str(seen),
         "OPENRLHF_TEST_FAULT": json.dumps(faults or {}),
         "OPENRLHF_TEST_GROUP_S": str(group_s),
     }
     words += openrlhf_job.flags(assets, folder, **changes)
-    ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s)
+    ray = {"gpus": 2, "code": openrlhf_job.SECOND_NODE} if node else {}
+    ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s, **ray)
     assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
     found = [json.loads(line) for line in seen.read_text().splitlines()]
-    assert [one["step"] for one in found] == [int(step) for step in {**force, **(leave or {})}]
+    assert [one["step"] for one in found] == [
+        int(step) for step in {**force, **(leave or node or {})}
+    ]
     events = [event for event, _ in read_events(folder / "run" / "events.jsonl")]
     assert isinstance(events[-1], RunFinished)
     assert events[-1].outcome.startswith(ends)

@@ -46,3 +46,29 @@ def test_units_leave_devices_that_are_asked_back_and_come_again(assets, tmp_path
     done = [event for event in events if isinstance(event, TransitionFinished)]
     assert {event.outcome for event in done} == {"done"}
     require_sound_end(ran, (away, back), tmp_path, steps=8)
+
+
+def test_a_node_that_ray_drains_is_left_and_may_go(assets, tmp_path):
+    """Two nodes of Ray: one gets its notice, units leave it, and its end is no loss to the job."""
+    ran, (notice, end), events = adapt(
+        assets,
+        tmp_path,
+        {},
+        node={"2": "drained", "4": "killed"},
+        algo__kl__init_coef=0,
+        algo__kl__use_loss=False,
+        vllm__num_engines=2,
+        actor__num_gpus_per_node=2,
+        data__max_samples=48,
+    )
+    on_node = {device for device in held(notice, "before") if device.startswith("127.0.0.2:")}
+    assert len(on_node) == 2
+    for record, moment in ((notice, "after"), (end, "before"), (end, "after")):
+        assert on_node.isdisjoint(held(record, moment))
+    assert on_node.isdisjoint(notice["ranks on"])
+    for record in (notice, end):
+        require_same_state(record)
+        require_same_tokens(record)
+    done = [event for event in events if isinstance(event, TransitionFinished)]
+    assert [event.outcome for event in done] == ["done"]
+    require_sound_end(ran, (notice, end), tmp_path, steps=6)
