@@ -39,10 +39,11 @@ class PolicyConfig(_Section):
     """Part of a device's memory that no plan may use."""
     delta: float = Field(0.02, ge=0)
     """The current plan stays without a search while it is within this of the best possible."""
-    min_saving: float = Field(0.01, ge=0)
+    min_saving: float = Field(0.005, ge=0)
     """Relative saving that an opportunistic transition must at least be able to have."""
     cooldown_steps: int = Field(2, ge=0)
-    """Steps after a transition in which only urgent ones are admitted."""
+    """Steps after a transition in which only urgent ones are admitted, and those that cost less
+    than it would to wait."""
     max_horizon_steps: int = Field(200, ge=1)
     """Longest payback horizon assumed when no crossing is in sight."""
     confidence: float = Field(0.9, gt=0, lt=1)

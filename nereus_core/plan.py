@@ -149,6 +149,12 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
             problems.append(f"{stage}: a device is in two units")
         if any(len(unit) != placement.layout.num_devices for unit in placement.units):
             problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
+        if stage in job.within_node:
+            problems += [
+                f"{stage}: a unit lies on {', '.join(nodes)}, and has to lie on one node"
+                for unit in placement.units
+                if len(nodes := sorted({d.node for d in unit})) > 1
+            ]
         problems += [f"{stage}: {d} is not healthy" for d in sorted(set(listed) - healthy)]
         shared = job.device_batch if stage.stage is not Stage.GENERATE else None
         if shared is not None and listed and shared % len(listed):

@@ -7,7 +7,6 @@ turns a broken plugin into an error (for its author).
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import threading
@@ -28,8 +27,8 @@ from nereus_core.backend_status import (
 from nereus_core.cluster import DeviceSpec, LinkSpec
 from nereus_core.declaration import AdapterDeclaration
 from nereus_core.device_specs import DEVICE_SPECS, LINK_SPECS
-from nereus_core.errors import AdapterError, ConfigError, DuplicateAdapter, NoSuchAdapter
-from nereus_core.probe import hooks_manager, one_line, origin, probe
+from nereus_core.errors import AdapterError, DuplicateAdapter, NoSuchAdapter
+from nereus_core.loading import Broken, Loaded, Plugin, chosen, hooks_manager, loaded, one_line
 
 if TYPE_CHECKING:
     from nereus_core.adapter import Adapter
@@ -40,32 +39,6 @@ if TYPE_CHECKING:
     from nereus_core.model import ModelSpec
 
 _log = logging.getLogger("nereus")
-
-
-@dataclass(frozen=True, slots=True)
-class Plugin:
-    """An entry point that loaded."""
-
-    name: str
-    distribution: str
-    version: str
-    module: object
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.distribution} {self.version})"
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """An entry point that did not load, and why."""
-
-    name: str
-    distribution: str
-    version: str
-    error: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,45 +98,23 @@ class Registry:
             DuplicateAdapter: two plugins declare one adapter name.
             ConfigError: ``only`` names an entry point that is not installed.
         """
-        ordered = sorted(points, key=lambda p: (p.name, origin(p)))
-        if only is not None:
-            wanted, names = list(only), sorted({p.name for p in ordered})
-            for name in wanted:
-                if name not in names:
-                    near = difflib.get_close_matches(name, names, n=1)
-                    raise ConfigError(
-                        "NEREUS_PLUGINS",
-                        f"no entry point {name!r} is installed",
-                        near[0] if near else None,
-                    )
-            ordered = [p for p in ordered if p.name in wanted]
         registry = cls()
-        for point in ordered:
-            registry._add(point, strict)
+        for point in chosen(points, only):
+            registry._add(loaded(point, strict=strict))
         return registry
 
-    def _add(self, point: EntryPoint, strict: bool) -> None:
-        distribution, version = origin(point)
-        try:
-            module = point.load()
-            declared = probe(module)
-        # SystemExit too: a package that exits on import must not end the host.
-        except (Exception, SystemExit) as error:
-            broken = Broken(point.name, distribution, version, one_line(error))
-            if strict:
-                raise AdapterError(
-                    f"plugin {broken} (from {distribution} {version}; NEREUS_STRICT_PLUGINS is set)"
-                ) from error
-            self._broken.append(broken)
+    def _add(self, found: Loaded | Broken) -> None:
+        if isinstance(found, Broken):
+            self._broken.append(found)
             return
-        plugin = Plugin(point.name, distribution, version, module)
-        for declaration in declared:
+        plugin = found.plugin
+        for declaration in found.declared:
             if declaration.name in self._declared:
                 first = self._declared[declaration.name][1]
                 raise DuplicateAdapter(declaration.name, str(first), str(plugin))
             self._declared[declaration.name] = (declaration, plugin)
         self._plugins.append(plugin)
-        self._manager.register(module, name=str(plugin))
+        self._manager.register(plugin.module, name=str(plugin))
 
     # --- What is there ------------------------------------------------------------------------
 

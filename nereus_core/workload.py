@@ -185,6 +185,8 @@ class Job:
     """Units of a train stage share its optimizer state out among themselves (ZeRO stage 1)."""
     together: tuple[frozenset[ModelStage], ...] = ()
     """Model-stages that live in the same processes: they hold the same devices, all of them."""
+    within_node: frozenset[ModelStage] = frozenset()
+    """Model-stages none of whose units may lie on several nodes."""
     device_batch: int | None = None
     """Sequences that a framework shares out by device where others do by unit (FSDP): the devices
     of every stage but generation must divide them, and each computes its own with the whole model's

@@ -26,8 +26,9 @@ from nereus_core.declaration import AdapterDeclaration
 from nereus_core.errors import DevicesMissing, NereusError
 from nereus_core.harness import Harness, Tier
 from nereus_core.layout import Layout
+from nereus_core.loading import Plugin
 from nereus_core.primitives import Kind
-from nereus_core.registry import Plugin, Registry
+from nereus_core.registry import Registry
 from nereus_core.workload import Stage
 
 _FOLDER = Path(__file__).parent

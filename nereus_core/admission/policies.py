@@ -64,9 +64,10 @@ class Policy:
 def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     """The saving repays the transition before the trigger is expected to cross again.
 
-    First hysteresis: a cooldown after each transition, and a saving that, even at its upper bound,
-    is a least part of a step. Then the lower bound of the saving, over the expected steps, against
-    the upper bound of the cost: what passes repays even if both are as bad as they may be.
+    First hysteresis: a cooldown after each transition, unless the steps to wait for would save more
+    than the change may cost; and a saving that, even at its upper bound, is a least part of a step.
+    Then the lower bound of the saving, over the expected steps, against the upper bound of the
+    cost: what passes repays even if both are as bad as they may be.
 
     What does not may still be worth a trial, since a plan is judged again once it has been seen
     running (`nereus_core.knowledge`) and what was learned of its layouts stays. A trial is worth
@@ -75,11 +76,12 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
     transition, and the way back as often as the saving proves a loss.
     """
     since = offer.steps_since_transition
-    if since is not None and since < policy.cooldown_steps:
+    wait = 0 if since is None else policy.cooldown_steps - since
+    if wait > 0 and offer.saving_s.mean_s * wait < offer.transition_s.high_s:
         return Verdict(
             False,
             f"cooldown: {since} steps since the last transition, fewer than "
-            f"{policy.cooldown_steps}",
+            f"{policy.cooldown_steps}, and waiting for the others costs no more than a transition",
         )
     most = offer.saving_s.high_s / offer.current_s.mean_s
     if most < policy.min_saving:

@@ -124,11 +124,13 @@ def still_good(
     between_s = cost.between.seconds
     limit_s = cost.step(current, lengths).step.mean_s / (1 + delta) - between_s
     bounds = Bounds(space, space.least_s())
-    others = [p for p in partitions(len(space.stages), space.together) if len(p) > 1]
-    others = [p for p in others if len(p) <= space.num_devices]
+    all_ways = partitions(len(space.stages), space.together, space.apart)
+    others = [p for p in all_ways if 1 < len(p) <= space.num_devices]
     beaten = [p for p, b in zip(others, bounds.of_partitions(others), strict=True) if b < limit_s]
     if any(len(bounds.assignments(p, limit_s * (1 - TIE))[0]) for p in beaten):
         return False
+    if not space.shareable:
+        return True
     return least_s(space.alone_together(), cost.capacity_bytes) >= limit_s * (1 - TIE)
 
 

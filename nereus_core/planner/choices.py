@@ -86,6 +86,8 @@ def choices_of(
 ) -> Choices:
     """Every (tp, pp, dp) of a stage: tp inside a node, dp a divisor of the global batch.
 
+    Where the job keeps units of the stage within a node, tp x pp is inside a node.
+
     Raises:
         NoFeasiblePlan: the stage has none.
     """
@@ -109,10 +111,12 @@ def choices_of(
             known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
     units = _divisors(job.global_batch, total)
     shared = job.device_batch if stage.stage is not Stage.GENERATE else None
+    inside = stage in job.within_node
     choices = [
         (layout.tp, layout.pp, dp)
         for layout in known
-        if layout.tp <= node_sizes[0] and constraints.allows_layout(stage, layout)
+        if (layout.num_devices if inside else layout.tp) <= node_sizes[0]
+        and constraints.allows_layout(stage, layout)
         for dp in units[: bisect_right(units, total // layout.num_devices)]
         if now is None or constraints.allows_change(stage, now, layout, dp)
         if shared is None or shared % (layout.num_devices * dp) == 0

@@ -8,7 +8,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Self
 
-from nereus_core.capabilities import Capabilities
+from nereus_core.capabilities import Capabilities, Feature
 from nereus_core.cluster import Device
 from nereus_core.config import ConstraintsConfig
 from nereus_core.errors import ConfigError
@@ -36,6 +36,8 @@ class Constraints:
     """Primitives the adapter cannot do on a kind of stage."""
     apart: tuple[frozenset[ModelStage], ...] = ()
     """Model-stages no two of which may share a device."""
+    colocation: bool = True
+    """Whether any may: False where the adapter holds one model-stage on a device."""
 
     @classmethod
     def of(
@@ -65,10 +67,16 @@ class Constraints:
             excluded = frozenset(map(Device.parse, config.exclude))
         except ValueError as error:
             raise ConfigError(key, str(error)) from error
+
+        def holds(feature: Feature) -> bool:
+            support = capabilities.features.get(feature)
+            return support is None or support.at(backend_version)
+
+        pipelines = holds(Feature.PIPELINE_STAGES)
         return cls(
-            config.degrees, config.max_tp, config.max_pp, colocate, MappingProxyType(pinned),
-            MappingProxyType(min_dp),
-            excluded, frozenset(forbidden), apart,
+            config.degrees, config.max_tp, config.max_pp if pipelines else 1, colocate,
+            MappingProxyType(pinned), MappingProxyType(min_dp),
+            excluded, frozenset(forbidden), apart, holds(Feature.COLOCATED_STAGES),
         )  # fmt: skip
 
     def excluding(self, devices: frozenset[Device]) -> Constraints:
@@ -141,8 +149,9 @@ class Constraints:
             for other in group
             if one in plan and other in plan
         )
+        apart = self.apart if self.colocation else (frozenset(plan),)
         return together and not any(
             plan.sharing(one, other)
-            for group in self.apart
+            for group in apart
             for one, other in combinations(sorted(group.intersection(plan)), 2)
         )

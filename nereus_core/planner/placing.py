@@ -163,16 +163,30 @@ class Placer:
             if self._cost.job.global_batch % self.current[stage].dp:
                 continue
             trial = Plan({**plan, stage: self.current[stage]})
-            if self._as_good(trial, limit_s):
+            if self._ties_hold(trial) and self._as_good(trial, limit_s):
                 plan = trial
         return plan
+
+    def _ties_hold(self, plan: Plan) -> bool:
+        """Whether stages that live in the same processes hold the same devices."""
+        return all(
+            len({plan[stage].devices for stage in group if stage in plan}) == 1
+            for group in self._cost.job.together
+        )
 
     def _as_good(self, plan: Plan, limit_s: float) -> bool:
         return (
             self.space.constraints.allows(plan, self.current)
+            and self._inside(plan)
             and self._cost.step(plan, self._lengths).step.mean_s <= limit_s
             and self._cost.memory_problem(plan, self._lengths) is None
         )
+
+    def _inside(self, plan: Plan) -> bool:
+        """Whether units that must not cross nodes do not: beside others they may be packed so."""
+        bound = self._cost.job.within_node
+        units = (unit for stage in bound if stage in plan for unit in plan[stage].units)
+        return all(len({device.node for device in unit}) == 1 for unit in units)
 
 
 def _distinct(plans: Iterable[Plan]) -> Iterator[Plan]:

@@ -94,6 +94,8 @@ class Whole:
     def of(cls, probed: Probed) -> Self | None:
         """None where some stage does not fit or the stages may not share."""
         base = probed.today
+        if not base.shareable:
+            return None
         capacity = base.cost.capacity_bytes
         shape = shape_between(base.node_sizes, 0, base.num_devices)
         slopes, stays, peaks = [], [], []
@@ -175,7 +177,7 @@ class Others:
             reach_s = best_s * (1 + slack)
             found = [
                 (blocks, bounds.assignments(blocks, reach_s)[0])
-                for blocks in partitions(len(base.stages), together)
+                for blocks in partitions(len(base.stages), together, base.apart)
                 if 1 < len(blocks) <= base.num_devices
             ]
             if sum(len(sizes) for _, sizes in found) <= _KEPT:

@@ -45,12 +45,16 @@ class StageOptions:
     """In the table [crossing, option]; an option's rows, one per wave, follow each other."""
     whole: bool = False
     """Whether the stage takes every device of its group: `Job.together`."""
+    inside: bool = False
+    """Whether each of its units lies on one node: `Job.within_node`."""
 
     def fitted(self, shape: Shape) -> tuple[BoolArray, IntArray]:
         """Per choice: whether it may be had in a group of this shape, and what it crosses there."""
         fits, crossing = self.grid.fitted(shape)
         if self.whole:
             fits = fits & (self.grid.num_devices == shape.num_devices)
+        if self.inside:
+            fits = fits & (crossing % 2 == 0)
         return fits, crossing
 
     def priced(self, row: int, shape: Shape) -> StageTable:
@@ -163,10 +167,17 @@ class Space:
     @property
     def apart(self) -> tuple[frozenset[int], ...]:
         """Stages no two of which may share devices, by index."""
+        if not self.constraints.colocation:
+            return (frozenset(range(len(self.stages))),)
         index = {stage: i for i, stage in enumerate(self.stages)}
         return tuple(
             frozenset(index[s] for s in group if s in index) for group in self.constraints.apart
         )
+
+    @property
+    def shareable(self) -> bool:
+        """Whether all stages may be on one group of devices."""
+        return all(len(group) < 2 for group in self.apart)
 
     def objective(self, level_s: FloatArray, group_s: FloatArray) -> FloatArray:
         """Seconds of a step from the longest seconds per level and of any one group.
@@ -265,4 +276,7 @@ def _options(
     first_row = np.full((4, len(grid)), -1)
     first_row[crossing, row] = np.arange(len(row)) * waves
     whole = any(stage in group for group in cost.job.together)
-    return StageOptions(stage, level, grid, busy_s, persistent, transient, table, first_row, whole)
+    inside = stage in cost.job.within_node
+    return StageOptions(
+        stage, level, grid, busy_s, persistent, transient, table, first_row, whole, inside
+    )

@@ -95,10 +95,14 @@ def test_an_infeasible_plan_is_left_whatever_it_costs():
     assert "cannot go on" in decision.explain()
 
 
-def test_cooldown_holds_back_opportunistic_transitions():
-    assert not decide(history=History(1)).admitted
-    assert "cooldown: 1 steps" in decide(history=History(1)).rule
-    assert decide(history=History(2)).admitted
+def test_cooldown_holds_back_what_costs_more_than_to_wait():
+    waited_s = SAVING.mean_s  # two steps, one of them over
+    dear, cheap = (Interval(0.4, 0.3, factor * waited_s) for factor in (1.01, 0.99))
+    held = decide(history=History(1), transition=dear)
+    assert not held.admitted
+    assert held.rule.startswith("cooldown: 1 steps")
+    assert decide(history=History(2), transition=dear).admitted
+    assert decide(history=History(1), transition=cheap).admitted
 
 
 def test_a_small_saving_is_not_worth_a_change_even_for_free():

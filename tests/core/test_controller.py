@@ -171,17 +171,26 @@ def test_without_adapt_nothing_is_touched(mode):
     assert bool(watched.of(Decided)) == (mode == "advise")
 
 
-def test_what_falls_into_the_cooldown_is_decided_when_that_is_over():
+def run_over_a_device_that_comes_back_at_once(tokens):
     job = big_job()
-    watched = Watched(job, good_plan(job, 1500), config={"policy": {"cooldown_steps": 3}})
-    watched.run(1500, 1500)
+    watched = Watched(job, good_plan(job, tokens), config={"policy": {"cooldown_steps": 3}})
+    watched.run(tokens, tokens)
     watched.job.drain(job.cluster.devices[3])
-    watched.run(1500)
+    watched.run(tokens)
     watched.job.give_back(job.cluster.devices[3])
-    first, *rest = watched.run(*[1500] * 4)
+    return watched.run(*[tokens] * 4)
+
+
+def test_what_falls_into_the_cooldown_is_decided_when_that_is_over():
+    first, *rest = run_over_a_device_that_comes_back_at_once(tokens=100)
     assert (first.trigger, first.admitted) == ("devices", False)
     assert [d.trigger if d else None for d in rest][:2] == [None, "recheck"]
     assert rest[1].admitted
+
+
+def test_a_change_that_is_cheaper_than_to_wait_for_the_cooldown_goes_ahead():
+    first, *_ = run_over_a_device_that_comes_back_at_once(tokens=1500)
+    assert (first.trigger, first.admitted) == ("devices", True)
 
 
 def test_a_veto_holds_an_opportunistic_transition_and_its_reason_is_on_record():

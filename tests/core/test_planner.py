@@ -1,9 +1,10 @@
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from nereus_core.capabilities import Capabilities, unsupported
+from nereus_core.capabilities import Capabilities, Feature, unsupported
 from nereus_core.cluster import Cluster, Device
 from nereus_core.config import ConstraintsConfig
 from nereus_core.cost import CostModel, Lengths
@@ -227,6 +228,25 @@ def test_an_engine_whose_layout_is_fixed_keeps_it():
     assert best(cost, LENGTHS, Constraints(), current).best.plan[ACTOR_GENERATE].layout != Layout(
         4, 1
     )
+
+
+def test_features_that_an_adapter_lacks_are_not_planned_with():
+    everything = Capabilities.everything()
+    table = replace(
+        everything,
+        features={
+            **everything.features,
+            Feature.PIPELINE_STAGES: unsupported("for this test"),
+            Feature.COLOCATED_STAGES: unsupported("for this test"),
+        },
+    )
+    constraints = Constraints.of(ConstraintsConfig(max_pp=4), table, None)
+    assert (constraints.max_pp, constraints.colocation) == (1, False)
+    plan = best(CostModel(job_of()), LENGTHS, constraints).best.plan
+    assert all(placement.layout.pp == 1 for placement in plan.values())
+    assert not any(plan.sharing(one, other) for one, other in combinations(plan, 2))
+    free = Constraints.of(ConstraintsConfig(max_pp=4), everything, None)
+    assert (free.max_pp, free.colocation) == (4, True)
 
 
 def test_a_lost_unit_is_no_reason_to_need_what_the_adapter_cannot_do():

@@ -123,6 +123,7 @@ def test_excluded_devices_are_left_alone_and_count_as_absent():
         Constraints(pinned={REF_INFER: Layout(1, 1)}),
         Constraints(colocate=(frozenset({ACTOR_TRAIN, REF_INFER}),)),
         Constraints(colocate=(frozenset({ACTOR_TRAIN, ACTOR_GENERATE}),), max_pp=1),
+        Constraints(colocation=False),
     ],
 )
 def test_constraints_are_kept_and_never_make_a_step_faster(constraints):

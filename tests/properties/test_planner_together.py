@@ -68,6 +68,20 @@ def test_the_best_plan_with_all_stages_in_the_same_processes_is_exact(seed):
     assert found.step.step.mean_s == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_stage_gets_its_devices_back_without_those_it_lives_with(seed):
+    cost, lengths = small_problem(seed)
+    job = replace(cost.job, together=(frozenset(cost.job.workload.stages),))
+    cost = CostModel(job)
+    alone = Placement(Layout(), (job.cluster.healthy[:1],))
+    current = Plan(dict.fromkeys(job.workload.stages, alone))
+    try:
+        found = best(cost, lengths, Constraints(), current).best
+    except NoFeasiblePlan:
+        return
+    assert not plan_problems(found.plan, job)
+
+
 def test_a_plan_that_parts_them_or_does_not_divide_is_a_problem():
     cost, _ = small_problem(0)
     stages = cost.job.workload.stages

@@ -66,7 +66,7 @@ class Window:
         found = ctypes.create_string_buffer(len(self.token))
         here = np.array([[ctypes.addressof(found), len(found)]], dtype=np.uint64)
         there = np.array([[self.token_at, len(self.token)]], dtype=np.uint64)
-        code = _copied(self.pid, here, there)
+        code = copied(self.pid, here, there)
         if code:
             raise Unreadable(self.pid, os.strerror(code))
         if found.raw != self.token:
@@ -102,15 +102,13 @@ def fetch(window: Window, where: Spot, into: torch.Tensor, summed: xxhash.xxh3_6
     Raises:
         PeerLost: the other process is gone, or no longer holds that memory.
     """
-    there, here = where, spot(into)
-    length = _common_run(tuple(into.shape), into.element_size(), there[1], here[1])
+    shape, each, there, here = tuple(into.shape), into.element_size(), where, spot(into)
+    length = _common_run(shape, each, there[1], here[1])
     whole = length == into.nbytes
     for remote, local in zip(
-        _cut(_runs(tuple(into.shape), there, length, into.element_size())),
-        _cut(_runs(tuple(into.shape), here, length, into.element_size())),
-        strict=True,
+        _cut(_runs(shape, there, length, each)), _cut(_runs(shape, here, length, each)), strict=True
     ):
-        code = _copied(window.pid, local, remote)
+        code = copied(window.pid, local, remote)
         if code:
             cause = f"process {window.pid}: {os.strerror(code)}"
             raise PeerLost("of seats on one host", "a read of state", cause)
@@ -141,6 +139,8 @@ def _common_run(
 def _runs(shape: tuple[int, ...], where: Spot, length: int, each: int) -> Runs:
     """List a region's runs of ``length`` bytes, in order of its elements."""
     address, strides = where
+    if length == each * prod(shape):
+        return np.array([[address, length]], dtype=np.uint64)
     outer = next(i for i in range(len(shape) + 1) if prod(shape[i:]) * each <= length)
     starts = np.array([address], dtype=np.uint64)
     for size, stride in zip(shape[:outer], strides[:outer], strict=True):
@@ -163,8 +163,8 @@ def _cut(runs: Runs) -> Iterator[Runs]:
         yield np.ascontiguousarray(runs[first : first + step])
 
 
-def _copied(pid: int, local: Runs, remote: Runs) -> int:
-    """Copy runs; return 0, or the number of the error."""
+def copied(pid: int, local: Runs, remote: Runs) -> int:
+    """Copy runs out of another process, one call; return 0, or the number of the error."""
     call = _readv()
     if call is None:
         return errno.ENOSYS

@@ -48,6 +48,7 @@ class Transfer:
         """Identities of staged tensors that wait in host memory."""
         self._done: set[str] = set()
         self._group: Group | None = None
+        self._read = reader(units, part.sources, device)
         self._crossing = Crossing(
             part.rank, part.buckets, self._read, self._write, self._dtype, device, accountant
         )
@@ -215,13 +216,11 @@ class Transfer:
 
     # --- Where a region lies ------------------------------------------------------------------
 
-    def _read(self, slot: Slot, name: str, box: Box) -> torch.Tensor:
-        return reader(self._units, self.part.sources, self._device)(slot, name, box)
-
     def _write(self, slot: Slot, name: str, box: Box) -> torch.Tensor:
         assert self._new is not None
-        if (slot, name) in self._fresh:
-            return self._fresh[slot, name][box.within(self._new.box(name))]
+        if (fresh := self._fresh.get((slot, name))) is not None:
+            whole = self._new.box(name)
+            return fresh if box == whole else fresh[box.within(whole)]
         for patch, tensor in self._patches[slot, name]:
             if patch.intersect(box) == box:
                 return tensor[box.within(patch)]
@@ -261,6 +260,8 @@ def reader(
             shard = units[unit]
             if slot in shard.slots and name in shard.names:
                 held = shard.box(name)
+                if box == held:  # the most frequent by far: no view is made
+                    return shard.tensor(slot, name).to(device)
                 if held.intersect(box) == box:
                     return shard.tensor(slot, name)[box.within(held)].to(device)
         raise KeyError(f"{slot}/{name} at {box.offset} is not held here")

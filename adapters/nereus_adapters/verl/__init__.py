@@ -15,9 +15,11 @@ from nereus_core.hookspecs import hookimpl
 from nereus_core.workload import Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from nereus_adapters.verl.adapter import VerlAdapter
+    from nereus_adapters.verl.harness import VerlHarness
     from nereus_core.config import NereusConfig
 
 NAME = "verl"
@@ -40,6 +42,24 @@ CAPABILITIES = Capabilities(
 )
 
 
+_WITH_THE_SWITCH = (
+    "what the job steps on is freed with the epoch switch and not before, so that the old ranks "
+    f"can meet again where the new ones cannot, {_ISSUE}"
+)
+KNOWN_FAILURES = {
+    "test_memory_is_free_when_destroy_returns": _WITH_THE_SWITCH,
+    "test_merge_undoes_split[generate]": _WITH_THE_SWITCH,
+    "test_extended_rollout_serves_the_source_version": (
+        "what it serves is the newest version; at the boundary it does not hold it yet, because "
+        f"verl's weight synchronization comes right after it, {_ISSUE}"
+    ),
+    "test_moved_bytes_equal_the_planned_routes[tp2pp1]": (
+        "tp2 stands for an FSDP group of two ranks, which cuts norms too: less is moved than "
+        f"between tensor-parallel ranks, {_ISSUE}"
+    ),
+}
+
+
 @hookimpl
 def nereus_declare_adapter() -> AdapterDeclaration:
     """Declare the adapter without importing verl."""
@@ -50,7 +70,8 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         requirement="verl>=0.9,<0.10",
         install="pip install 'nereus[verl]'",
         seams=SEAMS,
-        tiers=(),
+        tiers=("real",),
+        known_failures=KNOWN_FAILURES,
     )
 
 
@@ -64,6 +85,18 @@ def nereus_create_adapter(name: str, handle: object, config: NereusConfig) -> Ve
     if not hasattr(handle, "actor_rollout_wg") or not hasattr(handle, "llm_server_manager"):
         raise WrongHandle(NAME, handle, "a verl v1 PPOTrainer whose init() has been called")
     return VerlAdapter(handle, config)
+
+
+@hookimpl(optionalhook=True)
+def nereus_conformance_harness(
+    name: str, tier: str, options: Mapping[str, str]
+) -> VerlHarness | None:
+    """Return the harness of the real tier; ``stand`` names what its jobs stand on."""
+    if name != NAME or tier != "real":
+        return None
+    from nereus_adapters.verl.harness import VerlHarness
+
+    return VerlHarness.of(options)
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own

@@ -39,6 +39,7 @@ from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.errors import (
     Infeasible,
+    OutOfDeviceMemory,
     SeatDead,
     TransitionFailed,
     Unsupported,
@@ -52,6 +53,7 @@ from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Merge,
     Primitive,
+    apply,
     created,
     ended,
     model_stage_of,
@@ -90,17 +92,17 @@ class VerlAdapter(LedgerAdapter):
         )
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
-        self._linked = self._units
+        self.linked = self._units
         # Otherwise a replica frees its weights before the trainer computes.
         self._resident = not trainer.config.actor_rollout_ref.rollout.free_cache_engine
         self._hybrid = () if self._refused else ranks.devices
         if self._hybrid:
-            self._fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
+            self.fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
             limit_s = self._timeouts.primitive_s
-            self._rollouts = Rollouts(trainer, serving(self._units), self._fleet, limit_s)
-            self._switch = Switch(trainer, self._fleet, self._rollouts, self._order, limit_s)
+            self.rollouts = Rollouts(trainer, serving(self._units), self.fleet, limit_s)
+            self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
-        self._gate = Gate(self._timeouts.boundary_s)
+        self.gate = Gate(self._timeouts.boundary_s)
         self._lock = threading.RLock()
 
     # --- Reading ------------------------------------------------------------------------------
@@ -108,13 +110,13 @@ class VerlAdapter(LedgerAdapter):
     def job(self) -> Job:
         """Static facts; devices whose process or node is gone are marked."""
         nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        dead = self._fleet.dead if self._hybrid else frozenset()
+        dead = self.fleet.dead if self._hybrid else frozenset()
         lost = [d for d in self._job.cluster.devices if d.node not in nodes or d in dead]
         return self._job.on(self._job.cluster.without(lost)) if lost else self._job
 
     def units(self) -> UnitMap:
         """Shard groups of the trainer's engines and the rollout's replicas, those staged too."""
-        return self._units.intact(self._fleet.dead) if self._hybrid else self._units
+        return self._units.intact(self.fleet.dead) if self._hybrid else self._units
 
     def observe(self) -> Observation:
         """Drain the step that verl has just completed."""
@@ -145,7 +147,7 @@ class VerlAdapter(LedgerAdapter):
         if _serves(found):
             return Fingerprint(unit, {}, {})
         answers = call_all(
-            self._fleet.workers(found.devices), shards.digests, _ROLE_OF[unit.model_stage],
+            self.fleet.workers(found.devices), shards.digests, _ROLE_OF[unit.model_stage],
             str(unit), awaited=f"digests of {unit}", timeout_s=self._timeouts.transfer_s,
         )  # fmt: skip
         sums: dict[str, int] = {}
@@ -161,12 +163,12 @@ class VerlAdapter(LedgerAdapter):
     @contextmanager
     def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
         """Hold stages; entered by the trainer's own thread at its boundary, where all are idle."""
-        held, begin_s = self._gate.close_on(stages, timeout_s), time.perf_counter()
+        held, begin_s = self.gate.close_on(stages, timeout_s), time.perf_counter()
         try:
             yield Boundary(held, int(self._trainer.global_steps))
         finally:
             self._recorder.leave_out(time.perf_counter() - begin_s)
-            self._gate.open()
+            self.gate.open()
 
     def relink(self, plan: Plan) -> None:
         """Switch the trainer over to the units alive.
@@ -175,7 +177,7 @@ class VerlAdapter(LedgerAdapter):
             PlanError: the units alive are not the plan's.
             TransitionFailed: the ranks could not meet; says whether the old plan goes on.
         """
-        before, after = self._linked, self.units()
+        before, after = self.linked, self.units()
         require_plan(plan, self.job(), after)
         if before == after:
             return
@@ -184,7 +186,7 @@ class VerlAdapter(LedgerAdapter):
         except TransitionFailed:
             self._units = before
             raise
-        self._units = self._linked = after
+        self._units = self.linked = after
 
     def close(self) -> None:
         """Give the trainer its method back; the job goes on."""
@@ -202,21 +204,22 @@ class VerlAdapter(LedgerAdapter):
 
     def _missed(self, error: SeatDead) -> None:
         if isinstance(error.device, Device):
-            self._fleet.dead.add(error.device)
+            self.fleet.dead.add(error.device)
 
     def _standing(self) -> Standing:
         units = self.units()
         lost = [unit for unit in self._units if unit not in units]
-        return Standing(self.job(), units, self._gate.held, self._gate.inside, lost=lost)
+        return Standing(self.job(), units, self.gate.held, self.gate.inside, lost=lost)
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         if not self._hybrid:
             raise Unsupported(str(op), self._refused)
         self._require_runs(op)
+        self._require_fits(op, readable)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
         with self._lock:
-            self._fleet.start([d for unit in made for d in unit.devices])
+            self.fleet.start([d for unit in made for d in unit.devices])
         stage = model_stage_of(op)
         if stage.stage is Stage.GENERATE:
             done = self._serve(made, enter)
@@ -241,8 +244,8 @@ class VerlAdapter(LedgerAdapter):
             require_identical(op, self.fingerprint)
         limit_s = self._timeouts.transfer_s
         role = _ROLE_OF[model_stage_of(op)]
-        move = Move.plan(role, origin, made, self._fleet, limit_s)
-        move.run(self._fleet, limit_s, enter)
+        move = Move.plan(role, origin, made, self.fleet, limit_s)
+        move.run(self.fleet, limit_s, enter)
         return Done(move.moved_bytes, move.kept_bytes)
 
     def _serve(self, made: tuple[Unit, ...], enter: Enter) -> Done:
@@ -250,23 +253,23 @@ class VerlAdapter(LedgerAdapter):
         started: list[Unit] = []
         try:
             for unit in made:
-                self._rollouts.start(unit)
+                self.rollouts.start(unit)
                 started.append(unit)
             for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
                 enter(phase)
         except BaseException:
             for unit in started:
-                self._rollouts.end(unit.id)
+                self.rollouts.end(unit.id)
             raise
         return Done()
 
     def _end(self, unit: Unit) -> None:
         """End a unit of this transition at once; one that the job steps on, with the switch."""
         if _serves(unit):
-            self._rollouts.end(unit.id)
-        elif unit.id not in self._linked:
+            self.rollouts.end(unit.id)
+        elif unit.id not in self.linked:
             call_all(
-                self._fleet.workers(unit.devices), shards.drop, [str(unit.id)],
+                self.fleet.workers(unit.devices), shards.drop, [str(unit.id)],
                 awaited=f"the end of {unit.id}", timeout_s=self._timeouts.transfer_s,
             )  # fmt: skip
 
@@ -278,6 +281,20 @@ class VerlAdapter(LedgerAdapter):
             places = [self._order.index(d) for d in unit.devices]
             if places != list(range(places[0], places[0] + len(places))):
                 raise Infeasible(f"{op}: {unit} is no run of verl's ranks.", op)
+
+    def _require_fits(self, op: Primitive, units: UnitMap) -> None:
+        """Raise OutOfDeviceMemory unless the states of all units fit where new ones shall lie."""
+        after, capacity = apply(op, units), self._job.cluster.device_spec.memory_bytes
+        for device in dict.fromkeys(d for unit in created(op) for d in unit.devices):
+            need = sum(self._state_bytes(u) for u in after.values() if device in u.devices)
+            if need > capacity:
+                raise OutOfDeviceMemory(str(op), device, need, capacity)
+
+    def _state_bytes(self, unit: Unit) -> int:
+        """Bytes of state that a unit keeps on each of its devices."""
+        stage = unit.model_stage
+        each = self._job.precision.kept_bytes(stage.stage) * self._job.model(stage).num_params
+        return each // len(unit.devices)
 
 
 def _serves(unit: Unit) -> bool:

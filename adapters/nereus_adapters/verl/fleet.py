@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +111,16 @@ class Fleet:
             raise
         for device, name in zip(absent, group.worker_names, strict=True):
             self._seats[device] = Seat(fresh[device], name, group)
+
+    @property
+    def seats(self) -> dict[Device, Seat]:
+        """Worker processes by device."""
+        return dict(self._seats)
+
+    def take_in(self, seats: Mapping[Device, Seat]) -> None:
+        """Know of parked processes that another started, on devices that have none; to be kept."""
+        for device, seat in seats.items():
+            self._seats.setdefault(device, Seat(seat.worker, seat.name))
 
     def release(self, kept: Collection[Device]) -> None:
         """Give back to Ray the devices of groups that Nereus started and nobody uses any more."""

@@ -132,16 +132,25 @@ def _has_reference(trainer: Any) -> bool:
 def _workload(trainer: Any) -> Workload:
     estimator = str(trainer.config.algorithm.adv_estimator)
     algorithm = "ppo" if trainer.use_critic else _ALGORITHMS.get(estimator, "grpo")
+    return workload_of(
+        algorithm,
+        reference=_has_reference(trainer),
+        asynchronous=trainer.trainer_mode != "sync",
+    )
+
+
+def workload_of(algorithm: Algorithm, *, reference: bool, asynchronous: bool = False) -> Workload:
+    """Return what verl runs in a step, and in what order."""
     passes = 2 if algorithm == "remax" else 1
     nodes = [Node(ACTOR_GENERATE, passes=passes, weights_from=ACTOR_TRAIN)]
     needs = [ACTOR_GENERATE]
-    if _has_reference(trainer):
+    if reference:
         nodes.append(Node(REF_INFER, (ACTOR_GENERATE,), origin=False))
         needs.append(REF_INFER)
-    if trainer.use_critic:
+    if algorithm == "ppo":
         nodes.append(Node(CRITIC_TRAIN, tuple(needs)))
     nodes.append(Node(ACTOR_TRAIN, tuple(needs)))
-    return Workload(algorithm, tuple(nodes), asynchronous=trainer.trainer_mode != "sync")
+    return Workload(algorithm, tuple(nodes), asynchronous=asynchronous)
 
 
 def _micro_batch(actor: Any, longest: int) -> int:

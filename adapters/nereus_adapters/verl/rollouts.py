@@ -8,6 +8,7 @@ of them and gives them the trainer's weights. The load balancer learns of it at 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -20,8 +21,9 @@ from nereus_adapters.verl.fleet import Fleet
 from nereus_core.errors import WaitTimeout
 from nereus_core.units import Unit, UnitId
 
-_FIRST_RANK = 1000
-"""Ranks of replicas from here on are Nereus's own: verl numbers its own from 0 up."""
+_RANKS = itertools.count(1000)
+"""Ranks of replicas from here on are Nereus's own: verl numbers its own from 0 up. None comes twice
+in a process: servers are known by them, and outlive the adapter that started them."""
 
 
 class Rollouts:
@@ -39,9 +41,8 @@ class Rollouts:
     ) -> None:
         self._manager, self._fleet, self._timeout_s = trainer.llm_server_manager, fleet, timeout_s
         self._trainer = trainer
-        self._replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
-        self._linked = set(self._replicas)
-        self._num_started = 0
+        self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
+        self._linked = set(self.replicas)
 
     def start(self, unit: Unit) -> None:
         """Start a replica for a unit and let it sleep; raises WaitTimeout where it does not."""
@@ -53,12 +54,11 @@ class Rollouts:
         with open_dict(config):
             config.tensor_model_parallel_size = unit.layout.tp
         replica = manager.rollout_replica_class(
-            replica_rank=_FIRST_RANK + self._num_started,
+            replica_rank=next(_RANKS),
             config=config,
             model_config=manager.model_config,
             gpus_per_node=manager.rollout_config.n_gpus_per_node,
         )
-        self._num_started += 1
         replica.rollout_mode = RolloutMode.HYBRID  # as init_hybrid does, with these workers
         replica.workers = list(self._fleet.workers(unit.devices).values())
 
@@ -73,19 +73,19 @@ class Rollouts:
         except BaseException:
             _end(replica)
             raise
-        self._replicas[unit.id] = replica
+        self.replicas[unit.id] = replica
 
     def end(self, unit: UnitId) -> None:
         """End a unit's replica: at once, or with the epoch switch where the job may need it."""
         if unit not in self._linked:
-            replica = self._replicas.pop(unit)
+            replica = self.replicas.pop(unit)
             leave = self._manager.global_load_balancer.remove_servers
             self._get(leave.remote([replica._server_address]), "the load balancer to let go")
             _end(replica)
 
     def rank_of(self, unit: UnitId) -> int:
         """Return verl's rank of a unit's replica."""
-        return int(self._replicas[unit].replica_rank)
+        return int(self.replicas[unit].replica_rank)
 
     def link(self, units: Mapping[UnitId, Unit], *, anew: bool = False) -> None:
         """Serve with these units from here on; the balancer is not empty at any moment.
@@ -96,20 +96,20 @@ class Rollouts:
         """
         manager = self._manager
         gone = [u for u in self._linked if u not in units]
-        fresh = {u: self._replicas[u] for u in units if anew or u not in self._linked}
+        fresh = {u: self.replicas[u] for u in units if anew or u not in self._linked}
         balancer = manager.global_load_balancer
         if fresh:
             servers = {r._server_address: r._server_handle for r in fresh.values()}
             self._get(balancer.add_servers.remote(servers), "the load balancer to add servers")
         if gone:
-            leaving = [self._replicas[u]._server_address for u in gone]
+            leaving = [self.replicas[u]._server_address for u in gone]
             self._get(
                 balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
             )
         for unit in gone:
-            _end(self._replicas.pop(unit))
+            _end(self.replicas.pop(unit))
         self._linked = set(units)
-        replicas = [self._replicas[u] for u in units]
+        replicas = [self.replicas[u] for u in units]
         manager.rollout_replicas = replicas
         manager.server_handles = [r._server_handle for r in replicas]
         manager.server_addresses = [r._server_address for r in replicas]

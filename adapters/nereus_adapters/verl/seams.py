@@ -100,4 +100,12 @@ SEAMS = (
     Seam(
         "verl.checkpoint_engine.base", "CheckpointEngineManager.update_weights", ("global_steps",)
     ),
+    # What the conformance harness starts, and where it lets the trainer stand.
+    Seam("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", ("config",)),
+    Seam("verl.trainer.ppo.v1", "AgentLoopManagerTQ"),
+    Seam(_TRAINER, "PPOTrainer._setup", ("self",)),
+    Seam(_TRAINER, "PPOTrainer._submit_batch_to_rollout", ("self", "batch")),
+    Seam(_TRAINER, "PPOTrainer._update_actor"),
+    Seam(_TRAINER, "PPOTrainer._update_critic"),
+    Seam(_TRAINER, "PPOTrainer._compute_ref_log_prob"),
 )

@@ -4,6 +4,10 @@ Every rank that lacks something copies as many bytes with memcpy (`Tensor.copy_`
 another process has filled and that is mapped here, all of them at the same time; into memory of the
 state that the crew is in, cold or warm, as every path. Once with one thread a rank, and once with
 as many threads as there are processors for it.
+
+Beside that, what the kernel reaches that copies out of another process (`process_vm_readv`, page by
+page, where memcpy streams past the cache): the limit of the way that seats take, with no digest and
+as many threads.
 """
 
 from __future__ import annotations
@@ -12,14 +16,19 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from paths.role import Role
 
+from nereus_adapters.torch.reading import copied, own_window
+
 PIECE = 64 * 2**20
+_CHUNK = 4 * 2**20
+"""As seats read (`reading.CHUNK_BYTES`)."""
 
 
 def path(role: Role) -> None:
-    """Measure both, as marks ``one thread`` and ``all cores`` in seconds."""
+    """Measure all, as marks ``one thread``, ``all cores`` and ``kernel`` in seconds."""
     missing = [k for k in role.needed if k not in role.state]
     total = 4 * sum(torch.Size(role.needed[k]).numel() for k in missing)
     file = role.memory / "source"
@@ -30,12 +39,16 @@ def path(role: Role) -> None:
     with file.open("r+b") as opened:
         mapped = mmap.mmap(opened.fileno(), 0)
         source = torch.frombuffer(mapped, dtype=torch.uint8)
+        own = source.clone() if role.rank == 0 else source
         if role.rank == 0:
             source.fill_(7)
+            own_window()  # permits the others to read here
+            (role.memory / "where").write_text(f"{os.getpid()} {own.data_ptr()}")
         role.group.barrier()
+        pid, there = map(int, (role.memory / "where").read_text().split())
         int(source[::4096].sum())  # its pages are known to this process from here on
 
-        def copy(threads: int) -> None:
+        def copy(threads: int, kernel: bool = False) -> None:
             into = [
                 torch.empty(min(PIECE, total - start), dtype=torch.uint8)
                 for start in range(0, total, PIECE)
@@ -43,7 +56,17 @@ def path(role: Role) -> None:
 
             def piece(index: int) -> None:
                 begin = index * PIECE % (4 * PIECE)
-                into[index].copy_(source[begin : begin + len(into[index])])
+                if not kernel:
+                    into[index].copy_(source[begin : begin + len(into[index])])
+                    return
+                here, size = into[index].data_ptr(), len(into[index])
+                for at in range(0, size, _CHUNK):
+                    local, remote = (
+                        np.array([[start + at, min(_CHUNK, size - at)]], dtype=np.uint64)
+                        for start in (here, there + begin)
+                    )
+                    if code := copied(pid, local, remote):
+                        raise OSError(code, os.strerror(code))
 
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(piece, range(len(into))))
@@ -53,6 +76,9 @@ def path(role: Role) -> None:
         role.group.barrier()
         role.timed("one thread", lambda: copy(1))
         role.timed("all cores", lambda: copy(cores))
+        role.group.barrier()
+        role.timed("kernel", lambda: copy(cores, kernel=True))
+        role.group.barrier()  # what is read stays until all have read it
         role.moved_bytes += total
 
 

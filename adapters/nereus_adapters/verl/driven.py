@@ -1,0 +1,261 @@
+"""driven: one verl trainer whose ``fit`` stands still at its boundaries; for the harness."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from nereus_adapters.ray_calls import call_all
+from nereus_adapters.verl import behind, shards
+from nereus_adapters.verl.adapter import VerlAdapter
+from nereus_adapters.verl.standing import ROLES
+from nereus_core.cluster import Device
+from nereus_core.config import NereusConfig
+from nereus_core.errors import WaitTimeout
+from nereus_core.events import EventLog
+from nereus_core.plan import Plan
+from nereus_core.transition import compile_transition, execute
+from nereus_core.units import Unit, UnitId
+from nereus_core.workload import (
+    ACTOR_GENERATE,
+    ACTOR_TRAIN,
+    CRITIC_TRAIN,
+    REF_INFER,
+    Job,
+    ModelStage,
+)
+
+DEVICES = 4
+WAIT_S = 120.0
+"""For anything that a small job does; chosen, not measured."""
+POLL_S = 0.05
+"""verl's replay buffer looks every 2 s whether a batch is there; chosen, not measured."""
+ROLE_OF = {stage: role for role, stage in ROLES.items()}
+_INSIDE = {
+    "_update_actor": ACTOR_TRAIN,
+    "_update_critic": CRITIC_TRAIN,
+    "_compute_ref_log_prob": REF_INFER,
+}
+"""Methods of verl's trainer during which a stage runs."""
+
+
+class Running:
+    """One trainer of verl's on four ranks, its ``fit`` on a thread, and the adapter of the moment.
+
+    Args:
+        config: verl's.
+        job: as the harness has it.
+    """
+
+    def __init__(self, config: Any, job: Job) -> None:
+        from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
+
+        self.trainer = get_trainer_cls("sync")(config)
+        self.trainer._setup()
+        self.trainer.replay_buffer.poll_interval = POLL_S
+        self._loops = AgentLoopManagerTQ.create(
+            config=config,
+            llm_client=self.trainer.get_llm_client(),
+            teacher_client=self.trainer.get_teacher_client(),
+            reward_loop_worker_handles=self.trainer.get_reward_handles(),
+        )
+        self.moved = False
+        """Whether its state is another than at the start."""
+        self.sample_ids: tuple[int, ...] = ()
+        self._metrics: dict[str, Any] = {}
+        self._batch: Any = None
+        self._turn: queue.Queue[bool] = queue.Queue()
+        self._stopped: queue.Queue[BaseException | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._wrap(config)
+        self._seats: dict[Device, Any] = {}
+        self.adapter = self.attach(job)
+        workers = self.workers()
+        first = min(workers)
+        self._schedules = call_all(
+            {first: workers[first]}, behind.schedules, awaited="schedules", timeout_s=WAIT_S
+        )[first]
+        self._weights = {
+            ROLE_OF[unit.model_stage]: behind.assembled(
+                list(
+                    call_all(
+                        {d: workers[d] for d in unit.devices}, behind.parts,
+                        ROLE_OF[unit.model_stage], str(unit.id),
+                        awaited=f"weights of {unit.id}", timeout_s=WAIT_S,
+                    ).values()
+                ),
+                str(unit.id),
+            )
+            for unit in self.adapter.units().values()
+            if unit.model_stage in ROLE_OF
+        }  # fmt: skip
+
+    def attach(self, job: Job) -> VerlAdapter:
+        """Attach a new adapter, with the memory that the job's devices are said to have."""
+        if self._seats:
+            self.adapter.close()
+        backend = {
+            "max_devices": DEVICES,
+            "device_memory_bytes": job.cluster.device_spec.memory_bytes,
+        }
+        config = NereusConfig.of({"adapter": "verl", "mode": "adapt", "backend": backend})
+        self.adapter = VerlAdapter(self.trainer, config)
+        self.adapter.fleet.take_in(self._seats)
+        self._seats = self.adapter.fleet.seats
+        return self.adapter
+
+    def begin(self, job: Job, plan: Plan) -> None:
+        """Bring the job to a plan, and to where it began."""
+        self._stop()
+        self._tidy()
+        self.attach(job)
+        if Plan.of_units(self.adapter.units()) != plan:
+            graph = compile_transition(self.adapter.units(), plan, job, prefix="arrange")
+            with self.adapter.boundary(job.workload.stages, timeout_s=WAIT_S):
+                execute(graph, self.adapter, log=EventLog(None, lambda: 0.0), timeout_s=WAIT_S)
+                self.adapter.relink(plan)
+        self._seats = self.adapter.fleet.seats
+        if not self.moved:
+            return
+        linked = self.workers(self.adapter.linked.values())
+        call_all(
+            linked, behind.reset, self._weights, self._schedules,
+            awaited="the state of the start", timeout_s=WAIT_S,
+        )  # fmt: skip
+        self.trainer.global_steps, self.trainer.train_dataloader_it = 0, None
+        self.trainer.checkpoint_manager.update_weights(0)
+        self.moved = False
+
+    def _wrap(self, config: Any) -> None:
+        """Let the trainer stand at its boundaries, and say what it consumes and where it is."""
+        trainer, each = self.trainer, int(config.actor_rollout_ref.rollout.n)
+        sync, submit, step = trainer.on_step_end, trainer._submit_batch_to_rollout, trainer.step
+
+        def on_step_end() -> Any:
+            self._stopped.put(None)
+            if not self._turn.get():
+                raise _Ended
+            return sync()
+
+        def submitted(batch: Any) -> Any:
+            prompts = [int(index) for index in batch["index"]]
+            self.sample_ids = tuple(p * each + turn for p in prompts for turn in range(each))
+            return submit(batch)
+
+        def stepped(metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+            self._metrics = metrics
+            self._batch = step(metrics, timing_raw)
+            return self._batch
+
+        trainer.on_step_end, trainer._submit_batch_to_rollout = on_step_end, submitted
+        trainer.step = stepped
+        trainer.replay_buffer.sample = self._inside(trainer.replay_buffer.sample, ACTOR_GENERATE)
+        for name, stage in _INSIDE.items():
+            setattr(trainer, name, self._inside(getattr(trainer, name), stage))
+
+    def _inside(self, once: Callable[..., Any], stage: ModelStage) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.adapter.gate.stages(stage):
+                return once(*args, **kwargs)
+
+        return call
+
+    def step(self) -> dict[str, Any]:
+        """Let ``fit`` go on to its next boundary; raises what it raises."""
+        self.moved = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._fit, name="verl's fit", daemon=True)
+            self._thread.start()
+        else:
+            self._turn.put(True)
+        try:
+            raised = self._stopped.get(timeout=WAIT_S)
+        except queue.Empty:
+            raise WaitTimeout("verl's step", WAIT_S) from None
+        if raised is not None:
+            raise raised
+        return self._metrics
+
+    def _fit(self) -> None:
+        try:
+            self.trainer.on_init_end()  # weights go to the rollout
+            self.trainer.fit(self._loops)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._stopped.put(error)
+
+    # --- Looking --------------------------------------------------------------------------------
+
+    def workers(self, units: Iterable[Unit] | None = None) -> dict[Device, Any]:
+        """Return worker processes by device: all, or those of some units."""
+        found = {device: seat.worker for device, seat in self.adapter.fleet.seats.items()}
+        if units is None:
+            return found
+        return {d: found[d] for unit in units for d in unit.devices}
+
+    def servers(self) -> dict[UnitId, Any]:
+        """Return the server of every replica."""
+        return {unit: r.servers[0] for unit, r in self.adapter.rollouts.replicas.items()}
+
+    def replica_devices(self, unit: UnitId) -> tuple[Device, ...]:
+        """Return the devices of a replica's workers."""
+        known = {worker._actor_id: device for device, worker in self.workers().items()}
+        replica = self.adapter.rollouts.replicas[unit]
+        return tuple(known[w._actor_id] for w in replica.workers if w._actor_id in known)
+
+    # --- Ending ---------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """End ``fit`` where it stands, and forget the batch that it had."""
+        if self._thread is None:
+            return
+        if self._thread.is_alive():
+            self._turn.put(False)
+            self._thread.join(WAIT_S)
+        if self._thread.is_alive():
+            raise WaitTimeout("verl's fit to end", WAIT_S)
+        self._thread = None
+        if self._batch is not None:
+            import transfer_queue
+
+            transfer_queue.kv_clear(keys=self._batch.keys, partition_id=self._batch.partition_id)
+            self._batch = None
+
+    def _tidy(self) -> None:
+        """Drop what primitives have staged and nobody was linked to."""
+        adapter = self.adapter
+        for unit in set(adapter.rollouts.replicas) - set(adapter.linked):
+            adapter.rollouts.end(unit)
+        call_all(self.workers(), _forget, awaited="staged states to go", timeout_s=WAIT_S)
+        self._seats |= adapter.fleet.seats
+
+    def end(self) -> None:
+        """End everything of the job; Ray and verl's transfer queue stay."""
+        with suppress(Exception):
+            self._stop()
+        trainer, adapter = self.trainer, self.adapter
+        adapter.close()
+        with suppress(Exception):
+            trainer._shutdown_dump_executor()
+        actors = [*self.servers().values(), *self.workers().values()]
+        actors += [*self._loops.agent_loop_workers, *trainer.get_reward_handles()]
+        actors.append(trainer.llm_server_manager.global_load_balancer)
+        for actor in actors:
+            ray.kill(actor)
+        for pool in trainer.resource_pool_manager.resource_pool_dict.values():
+            for placement in pool.pgs or ():
+                ray.util.remove_placement_group(placement)
+
+
+class _Ended(BaseException):
+    """Raised in verl's ``fit`` to end it where it stands."""
+
+
+def _forget(worker: Any) -> None:
+    shards.staged(worker).clear()

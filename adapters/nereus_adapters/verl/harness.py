@@ -1,0 +1,289 @@
+"""VerlHarness: the conformance harness over verl's own trainer, driven from the suite's process.
+
+The trainer's real ``fit`` runs on a thread and stands still at the entry of ``on_step_end``, where
+the plugin has its boundary, until the suite asks for the next step. What machine and model it runs
+on is a `Stand`'s matter, named by ``--harness stand=MODULE``: the accelerators that there are, or
+the CPU stand-ins of tests/support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from nereus_adapters.ray_calls import call_all
+from nereus_adapters.verl import behind
+from nereus_adapters.verl.adapter import VerlAdapter
+from nereus_adapters.verl.driven import DEVICES, ROLE_OF, WAIT_S, Running
+from nereus_adapters.verl.reading import workload_of
+from nereus_core.cluster import Cluster, Device
+from nereus_core.device_specs import CPU_SEAT, LOOPBACK
+from nereus_core.errors import ConfigError, Unsupported
+from nereus_core.harness import Array, Fault, StepResult, Tier
+from nereus_core.model import ModelSpec
+from nereus_core.phases import Phase
+from nereus_core.plan import Plan
+from nereus_core.units import UnitId
+from nereus_core.workload import (
+    ACTOR_GENERATE,
+    FLOAT32,
+    Algorithm,
+    Job,
+    ModelStage,
+)
+
+_WIDE = (
+    f"trainer.n_gpus_per_node={DEVICES}",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+    "actor_rollout_ref.ref.fsdp_config.fsdp_size=1",
+)
+"""Every trainer starts on all devices, each of them a whole copy."""
+_LOSSES = {"actor": "actor/loss", "critic": "critic/vf_loss"}
+
+
+class Stand(Protocol):
+    """What a job stands on: made by ``stand()`` of the module that the option names."""
+
+    def arguments(self, algorithm: Algorithm) -> Sequence[str]:
+        """Return main_ppo's overrides for a small job; layouts and devices are the harness's.
+
+        4 prompts a step, 2 responses each.
+        """
+        ...
+
+    @property
+    def model(self) -> Path:
+        """The folder of its model."""
+        ...
+
+    def weights(self, server: Any) -> Mapping[str, Array]:
+        """Return what a rollout server computes with, by Hugging Face's names."""
+        ...
+
+    def version(self, server: Any) -> int:
+        """Return the step whose weights a rollout server has."""
+        ...
+
+    def again(self) -> None:
+        """Let servers draw the responses that they drew first."""
+        ...
+
+    def ended(self) -> None:
+        """Forget what outlives a job: everything of it has been killed."""
+        ...
+
+    def close(self) -> None:
+        """End what it started."""
+        ...
+
+
+class VerlHarness:
+    """Launches small verl jobs in one Ray session. Implements `nereus_core.harness.Harness`.
+
+    Args:
+        stand: what the jobs stand on; its module has been imported before verl.
+    """
+
+    tier = Tier.REAL
+
+    def __init__(self, stand: Stand) -> None:
+        self._stand = stand
+        self._opened = False
+        self._job: Running | None = None
+        self._algorithm: Algorithm | None = None
+        self._node = "node0"
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> VerlHarness:
+        """Build it from the options of a run; raises ConfigError without ``stand``."""
+        if "stand" not in options:
+            raise ConfigError("--harness", "expected stand=MODULE, e.g. stand=verl_cpu.stand")
+        return cls(import_module(options["stand"]).stand())
+
+    def job(self, algorithm: Algorithm = "grpo") -> Job:
+        """One node of four devices; actor, reference and critic, all in the same processes."""
+        self._open()
+        spec = ModelSpec.from_hf_config(self._stand.model, name="actor")
+        workload = workload_of(algorithm, reference=True)
+        models = {"actor": spec, "ref": replace(spec, name="ref")}
+        if algorithm == "ppo":
+            models["critic"] = spec.as_critic("critic")
+        devices = tuple(Device(self._node, index) for index in range(DEVICES))
+        return Job(
+            workload=workload,
+            models=models,
+            cluster=Cluster(devices, CPU_SEAT, LOOPBACK, LOOPBACK),
+            global_batch=8,
+            max_prompt_tokens=64,
+            max_response_tokens=8,
+            precision=FLOAT32,
+            micro_batch=2,
+            together=(frozenset(workload.stages),),
+        )
+
+    def launch(self, job: Job, plan: Plan) -> VerlAdapter:
+        """Start verl's trainer once for an algorithm; bring it to a plan, and to its first step.
+
+        The plan is reached from the last one by the adapter's own transition: processes stay. Where
+        that fails, as after a case that failed, everything is started anew.
+        """
+        if job.workload.asynchronous:
+            raise Unsupported("an asynchronous job", "separate_async is observed only")
+        self._open()
+        usual = self.job(job.workload.algorithm)
+        if self._job is not None and self._algorithm == job.workload.algorithm:
+            try:
+                self._job.begin(usual, plan)
+            except Exception as error:
+                print(f"verl is started anew: {type(error).__name__}: {error}")
+                self._end()
+        else:
+            self._end()
+        if self._job is None:
+            self._algorithm = job.workload.algorithm
+            self._job = Running(composed(self._stand.arguments(self._algorithm), _WIDE), usual)
+            self._job.begin(usual, plan)
+        self._stand.again()
+        if job != usual:
+            self._job.attach(job)
+        return self._job.adapter
+
+    @property
+    def _running(self) -> Running:
+        if self._job is None:
+            raise RuntimeError("launch a job first")
+        return self._job
+
+    def step(self) -> StepResult:
+        """Run one RL step, from where the last one stands to the next ``on_step_end``."""
+        running = self._running
+        with running.adapter.gate.step():
+            metrics = running.step()
+        units = {u.id: u for u in running.adapter.units().of(ACTOR_GENERATE)}
+        return StepResult(
+            step=int(running.trainer.global_steps) - 1,
+            losses={m: float(metrics[key]) for m, key in _LOSSES.items() if key in metrics},
+            sample_ids=running.sample_ids,
+            weight_version={
+                unit: self._stand.version(server)
+                for unit, server in running.servers().items()
+                if unit in units
+            },
+            grad_norms={
+                m: float(metrics[f"{m}/grad_norm"]) for m in _LOSSES if f"{m}/grad_norm" in metrics
+            },
+        )
+
+    def running(self, stage: ModelStage) -> AbstractContextManager[None]:
+        """Hold one RL step in flight inside a stage."""
+        running = self._running
+        return running.adapter.gate.stepping(self.step, stage, WAIT_S)
+
+    def disturb(self, unit: UnitId, tensor: str) -> None:
+        """Add one to a tensor on every rank of a unit."""
+        assert unit.model_stage != ACTOR_GENERATE, "a server's weights are verl's own copy"
+        self._running.moved = True
+        self._on(unit, behind.disturb, tensor)
+
+    def peek(self, unit: UnitId) -> Mapping[str, Array]:
+        """Put a unit's shards together here; a replica is asked for its weights."""
+        if unit.model_stage == ACTOR_GENERATE:
+            found = self._stand.weights(self._running.servers()[unit])
+            return {f"param/{name}": array for name, array in found.items()}
+        return behind.assembled(list(self._on(unit, behind.parts).values()), str(unit))
+
+    def memory_bytes(self, device: Device) -> int:
+        """Bytes of engines' state on a device, and of the weights of replicas there.
+
+        What a primitive stages lies in host memory, beside the device.
+        """
+        running, total = self._running, 0
+        workers = running.workers()
+        if device in workers:
+            total = call_all(
+                {device: workers[device]}, behind.resident_bytes,
+                awaited=f"what lies on {device}", timeout_s=WAIT_S,
+            )[device]  # fmt: skip
+        for unit, server in running.servers().items():
+            devices = running.replica_devices(unit)
+            if device in devices:
+                held = sum(array.nbytes for array in self._stand.weights(server).values())
+                total += held // len(devices)
+        return int(total)
+
+    def fail(self, device: Device) -> None:
+        """Kill the worker process of a device."""
+        ray.kill(self._running.workers()[device])
+
+    def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
+        """Refuse: no case asks it of an adapter that does not declare UNIT_LOSS."""
+        raise Unsupported(f"a fault {fault} in {phase}", "verl's trainer ends with a lost rank")
+
+    def close(self) -> None:
+        """End job, Ray and stand."""
+        self._end()
+        if self._opened:
+            import transfer_queue
+
+            with suppress(Exception):  # its actors go with Ray
+                transfer_queue.close()
+            ray.shutdown()
+        self._stand.close()
+
+    # --- Within ---------------------------------------------------------------------------------
+
+    def _on(self, unit: UnitId, function: Callable[..., Any], *args: Any) -> dict[Device, Any]:
+        adapter = self._running.adapter
+        devices = adapter.units()[unit].devices
+        workers = self._running.workers()
+        return call_all(
+            {device: workers[device] for device in devices},
+            function, ROLE_OF[unit.model_stage], str(unit), *args,
+            awaited=f"state of {unit}", timeout_s=WAIT_S,
+        )  # fmt: skip
+
+    def _open(self) -> None:
+        """Start Ray and verl's transfer queue, as ``main_ppo`` does; once."""
+        if self._opened:
+            return
+        from omegaconf import OmegaConf
+        from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+        config = composed(self._stand.arguments("grpo"), [])
+        given = config.ray_kwargs.ray_init
+        runtime_env = OmegaConf.merge(
+            OmegaConf.create(get_ppo_ray_runtime_env(config)), given.get("runtime_env", {})
+        )
+        runtime_env.setdefault("env_vars", {})["TRANSFER_QUEUE_ENABLE"] = "1"
+        asked: Any = OmegaConf.to_container(
+            OmegaConf.create({**given, "runtime_env": runtime_env, "num_gpus": 2 * DEVICES}),
+            resolve=True,
+        )
+        ray.init(**asked)
+        self._opened = True
+        import transfer_queue
+
+        config.transfer_queue.enable = True
+        OmegaConf.resolve(config)
+        transfer_queue.init(config.transfer_queue)
+        self._node = ray.util.get_node_ip_address().strip("[]")
+
+    def _end(self) -> None:
+        if self._job is not None:
+            self._job.end()
+            self._job = None
+            self._stand.ended()
+
+
+def composed(arguments: Sequence[str], changes: Sequence[str]) -> Any:
+    """Compose verl's configuration, as ``main_ppo`` does from a command line."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*arguments, *changes])

@@ -1,0 +1,97 @@
+"""What verl's conformance jobs stand on where there is no accelerator: ``--harness stand=...``.
+
+Importing it sets the environment that verl reads as it is imported.
+"""
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import ray
+
+from verl_cpu.assets import make_assets
+from verl_cpu.command import environment, overrides
+from verl_cpu.stem import warm
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="nereus-verl-stand-")
+os.environ.update(environment(Path(_FOLDER.name)))
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray refuses logical GPUs where it names none
+
+GONE_S = 30
+"""Until Ray has forgotten the names of servers that were killed. Chosen, not measured."""
+_PREFIX = "hf_cpu_"
+
+
+def stand():
+    """Return a stand; one for a run."""
+    return Stand()
+
+
+class Stand:
+    """Implements `nereus_adapters.verl.harness.Stand`."""
+
+    def __init__(self):
+        self._folder = Path(_FOLDER.name)
+        self._open = ExitStack()
+        self._open.callback(_FOLDER.cleanup)
+        assets = make_assets(self._folder / "assets", hidden=32, layers=4)
+        self.model = assets / "model"
+        self._assets = assets
+        self._stem = self._open.enter_context(warm(self._folder, dict(os.environ)))
+
+    def arguments(self, algorithm):
+        shape = {"critic": algorithm == "ppo", "reference": True, "response": 8, "micro": 2}
+        return [
+            *overrides(self._assets, self._folder, steps=1000, **shape),
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            *(["critic.ppo_mini_batch_size=4"] if algorithm == "ppo" else []),
+            "actor_rollout_ref.rollout.n=2",
+            # With one mini-batch a step, the policy's loss alone is 0 but for rounding.
+            "actor_rollout_ref.actor.entropy_coeff=0.01",
+            "trainer.logger=[]",
+            f"+ray_kwargs.ray_init.runtime_env.py_executable='{self._stem}'",
+            "+ray_kwargs.ray_init.log_to_driver=False",
+        ]
+
+    def weights(self, server):
+        return ray.get(server.__ray_call__.remote(_weights), timeout=GONE_S)
+
+    def version(self, server):
+        return int(ray.get(server.__ray_call__.remote(_version), timeout=GONE_S) or 0)
+
+    def again(self):
+        with suppress(ValueError):  # no server yet
+            turns = ray.get_actor("hf_cpu_turns", namespace="verl_cpu")
+            ray.get(turns.__ray_call__.remote(_forget), timeout=GONE_S)
+
+    def ended(self):
+        with suppress(ValueError):
+            ray.kill(ray.get_actor("hf_cpu_turns", namespace="verl_cpu"))
+        deadline = time.monotonic() + GONE_S
+        while names := _names():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {GONE_S} s for {names} to be gone")
+            time.sleep(0.02)
+
+    def close(self):
+        self._open.close()
+
+
+def _names():
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in found if actor["name"].startswith(_PREFIX)]
+
+
+def _forget(turns):
+    turns.taken.clear()
+
+
+def _weights(server):
+    return {name: tensor.numpy().copy() for name, tensor in server.model.state_dict().items()}
+
+
+def _version(server):
+    return server.global_steps
