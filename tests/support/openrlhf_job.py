@@ -80,7 +80,7 @@ while sum(node["Alive"] for node in ray.nodes()) < 2:
 """
 """Runs in the driver of a job: two more logical GPUs, on a Ray node of its own on this machine.
 
-Its CPUs are those of a group or of engines: the trainer finds none there, and stays on the first."""
+Its CPUs are those of a group or of engines: the trainer finds none there and stays on the other."""
 
 
 RECORDED = """
