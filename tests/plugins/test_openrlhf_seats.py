@@ -25,6 +25,7 @@ class Standing:
     alive: UnitMap = field(default_factory=lambda: UnitMap([engine(0, A[0]), engine(1, B[0])]))
     waiting: list = field(default_factory=list)
     guessed: frozenset = frozenset()
+    leaving: frozenset = frozenset()
 
 
 @pytest.fixture
@@ -58,6 +59,18 @@ def test_seats_that_engines_left_beyond_that_number_end(processes):
     warm.replenish(standing, 0)
     assert not standing.waiting
     assert not processes
+
+
+def test_no_seat_waits_on_a_node_that_is_to_be_left(processes):
+    standing = Standing()
+    warm.replenish(standing, 2)
+    standing.leaving = frozenset({B[0]})
+    warm.replenish(standing, 2)
+    assert [seat.node for seat in standing.waiting] == ["a", "a"]
+    assert len(processes) == 2
+    standing.leaving = frozenset({A[0], B[0]})  # no engine is to stay: nowhere to wait
+    warm.replenish(standing, 2)
+    assert not standing.waiting
 
 
 def test_a_seat_is_taken_on_the_units_node_and_started_where_none_waits(processes):

@@ -24,24 +24,32 @@ def adapt(
     group_s=240,
     timeout_s=300,
     ends="done",
+    leave=None,
+    node=None,
+    admission="never",
     **changes,
 ):
     """Run a job with these transitions; returns it, what was seen of them, and its events."""
-    words = ["--nereus.enable", "--nereus.mode=adapt", "--nereus.policy.admission=never",
+    words = ["--nereus.enable", "--nereus.mode=adapt", f"--nereus.policy.admission={admission}",
              f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}",
              "--nereus.backend.start_s=240"]  # fmt: skip
     seen = folder / "seen.jsonl"
     more = {
         "OPENRLHF_TEST_FORCE": json.dumps(force),
+        "OPENRLHF_TEST_LEAVE": json.dumps(leave or {}),
+        "OPENRLHF_TEST_NODE": json.dumps(node or {}),
         "OPENRLHF_TEST_SEEN": str(seen),
         "OPENRLHF_TEST_FAULT": json.dumps(faults or {}),
         "OPENRLHF_TEST_GROUP_S": str(group_s),
     }
     words += openrlhf_job.flags(assets, folder, **changes)
-    ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s)
+    ray = {"gpus": 2, "code": openrlhf_job.SECOND_NODE} if node else {}
+    ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s, **ray)
     assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
     found = [json.loads(line) for line in seen.read_text().splitlines()]
-    assert [one["step"] for one in found] == [int(step) for step in force]
+    assert [one["step"] for one in found] == [
+        int(step) for step in {**force, **(leave or node or {})}
+    ]
     events = [event for event, _ in read_events(folder / "run" / "events.jsonl")]
     assert isinstance(events[-1], RunFinished)
     assert events[-1].outcome.startswith(ends)
@@ -80,25 +88,37 @@ def require_same_tokens(record):
                     break
 
 
-def require_saved(folder, count=27):
-    """The driver saved the model through the ranks of the end."""
-    from safetensors.torch import load_file
+def require_sound_end(ran, records, folder, *, steps, kl=2e-3):
+    """The job took all its steps, trained in each, and saved through the ranks of the end.
 
-    (path,) = (folder / "final").glob("*.safetensors")
-    assert len(load_file(path)) == count
+    ``kl`` bounds what engines generate against what the actor would, whatever the layouts: at every
+    step their log-probabilities differ by rounding; in an asynchronous job also by a step.
+    """
+    logged = ran.steps()
+    assert [step["step"] for step in logged] == [1.0 + n for n in range(steps)]
+    assert all(abs(step["vllm_kl"]) < kl for step in logged)
+    _require_steps_fell_due(records)
+    _require_saved(folder)
 
 
-def require_steps_fell_due(ran, records):
+def _require_steps_fell_due(records):
     """Every RL step was one optimizer step, also after the accumulation changed.
 
     A digest proves state, not trajectory: counted on from the old accumulation, a step would fall
     due in the middle of a batch, and gradients of two batches would mix.
     """
-    assert [step["step"] for step in ran.steps()] == [1.0 + n for n in range(len(ran.steps()))]
     for record in records:
         for stage, state in record["before"]["at"].items():
             assert state["global_steps"] == record["step"], stage
             assert state["steps"] == [record["step"]], stage
+
+
+def _require_saved(folder, count=27):
+    """The driver saved the model through the ranks of the end."""
+    from safetensors.torch import load_file
+
+    (path,) = (folder / "final").glob("*.safetensors")
+    assert len(load_file(path)) == count
 
 
 def weights(folder):

@@ -11,6 +11,7 @@ from nereus_adapters.openrlhf.groups import steps_of
 from nereus_adapters.openrlhf.inside import peak_bytes
 from nereus_adapters.openrlhf.linking import Linking
 from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.openrlhf.supply import Supply
 from nereus_adapters.openrlhf.zero import counters_inside
 from nereus_adapters.ray_calls import ask
 from nereus_core.adapter import Boundary, Fingerprint
@@ -42,9 +43,9 @@ class OpenRLHFAdapter(LedgerAdapter):
 
     name = "openrlhf"
 
-    def __init__(self, running: Running, job: Job, version: str) -> None:
+    def __init__(self, running: Running, job: Job, version: str, supply: Supply) -> None:
         super().__init__(Ledger(CAPABILITIES, backend_version=version))
-        self._running, self._job = running, job
+        self._running, self._job, self._supply = running, job, supply
         self._linking = Linking(running, job)
 
     def warm(self) -> None:
@@ -54,16 +55,22 @@ class OpenRLHFAdapter(LedgerAdapter):
     # --- Reading --------------------------------------------------------------------------------
 
     def job(self) -> Job:
-        """Static facts."""
-        return self._job
+        """Static facts; devices whose node is gone are marked."""
+        gone = self._supply.gone()
+        return self._job.on(self._job.cluster.without(gone)) if gone else self._job
 
     def units(self) -> UnitMap:
-        """Units alive now."""
-        return self._running.alive
+        """Units alive now. A group that lost a rank has lost state: ZeRO keeps each part once."""
+        alive, gone = self._running.alive, self._supply.gone()
+        lost = [alive[unit] for unit in alive if not gone.isdisjoint(alive[unit].devices)]
+        broken = {unit.model_stage for unit in lost if unit.model_stage.stage is Stage.TRAIN}
+        ended = [u for u in alive if u.model_stage in broken or alive[u] in lost]
+        return alive.replace(ended, ())
 
     def observe(self) -> Observation:
         """Drain what was heard since the last call."""
         heard = self._running.signals.drain()
+        self._running.leaving = self._supply.leaving()
         return Observation(
             step=heard.step,
             step_s=heard.step_s,
@@ -71,7 +78,8 @@ class OpenRLHFAdapter(LedgerAdapter):
             prompt_tokens=heard.prompts,
             response_tokens=TokenStats.of(heard.responses),
             peak_bytes=self._peaks(),
-            healthy=frozenset(self._job.cluster.healthy),
+            healthy=frozenset(self.job().cluster.healthy),
+            draining=self._running.leaving,
             metrics=heard.metrics,
             clip_ratio=clip_ratio(heard.responses, self._job.max_response_tokens),
         )
@@ -150,9 +158,14 @@ class OpenRLHFAdapter(LedgerAdapter):
         enter(Phase.PREPARE)
         refuse(op, self._running)
         enter(Phase.TRANSFER)
-        moved_bytes = self._linking.vacate(stage)
-        enter(Phase.VERIFY)
-        enter(Phase.COMMIT)
+        moved_bytes = self._linking.park(stage)
+        try:
+            enter(Phase.VERIFY)
+            enter(Phase.COMMIT)
+        except BaseException:
+            self._linking.discard(stage)
+            raise
+        self._linking.vacate(stage)
         self._linking.switch(ended(op), created(op))
         if isinstance(op, Destroy) and op.park:
             self._linking.rest(units[op.unit])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from nereus_adapters.openrlhf import facts
@@ -13,6 +14,7 @@ from nereus_adapters.openrlhf.experience import per_group
 from nereus_adapters.openrlhf.inside import device_kind, max_steps
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.signals import Signals
+from nereus_adapters.openrlhf.supply import FILE, Supply
 from nereus_adapters.ray_calls import ask
 from nereus_core.config import NereusConfig
 from nereus_core.gate import Gate
@@ -57,7 +59,8 @@ def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
         facts.cluster(tuple(running.bundles), kind, section),
         _num_steps(trainer),
     )
-    adapter = OpenRLHFAdapter(running, job, version("openrlhf"))
+    supply = Supply(job.cluster.devices, Path(config.run_dir) / FILE)
+    adapter = OpenRLHFAdapter(running, job, version("openrlhf"), supply)
     if config.enabled and config.mode == "adapt":
         adapter.warm()
     return adapter

@@ -141,10 +141,12 @@ def _processes(running: Running, stage: ModelStage, devices: Sequence[Device]) -
 
 def _start(running: Running, stage: ModelStage, device: Device, rank: int, world: int) -> Any:
     kind = running.groups[stage].ray_actor_type
-    for waiting in [k for k in running.ranks if k[1] == device]:
-        if device not in running.devices_of(waiting[0]):  # a seat without a model holds its share
-            ray.kill(running.ranks.pop(waiting))
-            running.whole.discard(waiting)
+    # A rank that has left and was given all of the device still holds it; those that Nereus starts
+    # and an engine that OpenRLHF started beside others have room together.
+    for seat in [k for k in running.whole if k in running.ranks and k[1] == device]:
+        if device not in running.devices_of(seat[0]):
+            ray.kill(running.ranks.pop(seat))
+            running.whole.discard(seat)
     bundle = running.bundles[device]
     if bundle.pg is None:
         bundle = running.bundles[device] = _reserved(running)
@@ -168,6 +170,14 @@ def kill(running: Running, stage: ModelStage) -> None:
     for key in [k for k in running.ranks if k[0] == stage]:
         ray.kill(running.ranks.pop(key))
         running.whole.discard(key)
+
+
+def retire(running: Running) -> None:
+    """End processes that wait on devices which are to be left; Ray keeps their place."""
+    for stage, device in [k for k in running.ranks if k[1] in running.leaving]:
+        if device not in running.devices_of(stage):
+            ray.kill(running.ranks.pop((stage, device)))
+            running.whole.discard((stage, device))
 
 
 def _set_world(args: Any, stage: ModelStage, world: int, tp: int) -> None:

@@ -54,16 +54,32 @@ class Linking:
         """Return what a stage has left in host memory; None while its group stands."""
         return self._parked.get(stage)
 
-    def vacate(self, stage: ModelStage) -> int:
-        """Park a group, once a transition; returns the bytes that went to host memory."""
+    def park(self, stage: ModelStage) -> int:
+        """Copy a group's state to host memory, once a transition; returns its bytes.
+
+        The group stands, and goes on where the primitive is not committed (`discard`).
+        """
         with self._lock:
-            self._changed.add(stage)
             if stage == ACTOR_GENERATE or stage in self._parked:
                 return 0
             parked = groups.hand_out(self._running, stage)
             self._parked[stage] = parked
-            groups.vacate(self._running, stage)
             return parked.num_bytes
+
+    def discard(self, stage: ModelStage) -> None:
+        """Forget the copy of a group that still stands."""
+        with self._lock:
+            if stage not in self._changed:
+                self._parked.pop(stage, None)
+
+    def vacate(self, stage: ModelStage) -> None:
+        """Free the memory of a group that was parked, once a transition."""
+        with self._lock:
+            if stage in self._changed:
+                return
+            self._changed.add(stage)
+            if stage != ACTOR_GENERATE:
+                groups.vacate(self._running, stage)
 
     def switch(self, ended: Collection[UnitId], made: Collection[Unit]) -> None:
         """Change the units that are alive; engines without a unit end."""
@@ -97,6 +113,7 @@ class Linking:
             self._back(error, anew=True)
         self._linked = self._running.alive
         self._forget()
+        groups.retire(self._running)
         self.warm()
         return taken
 

@@ -55,6 +55,8 @@ class Running:
     """Seats of engines that have one; OpenRLHF's own have none."""
     opening: dict[UnitId, Any] = field(default_factory=dict)
     """Engines that start in their seats, until they were waited for."""
+    leaving: frozenset[Device] = frozenset()
+    """Devices that nothing is to be started on, and that no process is left on without a unit."""
     cold: bool = False
     """Whether engines start as OpenRLHF starts them: on the way back, which owes seats nothing."""
 

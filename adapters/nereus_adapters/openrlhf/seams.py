@@ -35,6 +35,8 @@ SEAMS = (
     # What is read: groups of ranks, engines and where they are.
     Seam(_LAUNCHER, "RayActorGroup.async_run_method", ("self", "method_name")),
     Seam(_LAUNCHER, "RayActorGroup.async_run_method_batch", ("self", "method_name")),
+    # What the driver makes of its arguments; the conformance harness stands in for the driver.
+    Seam("openrlhf.utils.utils", "get_strategy", ("args",)),
     # Mode adapt: what builds a rank, an engine, the weight-sync group, and what cuts batches.
     Seam(
         _LAUNCHER,

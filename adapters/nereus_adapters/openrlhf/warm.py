@@ -57,12 +57,16 @@ def _seat_class() -> Any:
 
 def replenish(running: Running, num_seats: int) -> None:
     """Start or end seats until so many wait, on the nodes of engines in turn; waits for none."""
-    for seat in running.waiting[num_seats:]:
-        _end(seat)
-    del running.waiting[num_seats:]
-    units = running.alive.of(ACTOR_GENERATE)
-    for number in range(num_seats - len(running.waiting)):
-        running.waiting.append(_start(running, units[number % len(units)].devices[0]))
+    places = [unit.devices[0] for unit in running.alive.of(ACTOR_GENERATE)]
+    places = [device for device in places if device not in running.leaving]
+    left = {d.node for d in running.leaving} - {device.node for device in places}
+    stay = [seat for seat in running.waiting if seat.node not in left][:num_seats]
+    for seat in running.waiting:
+        if seat not in stay:
+            _end(seat)
+    running.waiting[:] = stay
+    for number in range(num_seats - len(running.waiting) if places else 0):
+        running.waiting.append(_start(running, places[number % len(places)]))
 
 
 def take(running: Running, unit: Unit) -> Seat:

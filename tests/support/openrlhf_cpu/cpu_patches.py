@@ -175,6 +175,12 @@ def _plain_linear(module):
     module.dispatch_cpu_unquantized_gemm = plain
 
 
+def _small_cache(module):
+    # platforms/cpu.py: VLLM_CPU_KVCACHE_SPACE counts in GiB, and an engine touches every page of it
+    # as it starts; tiny models do with a sixteenth
+    module.GiB_bytes = 64 * 2**20
+
+
 def install():
     on_import("openrlhf", _cuda_calls)
     on_import("openrlhf.utils.deepspeed.deepspeed", _mesh)
@@ -183,6 +189,7 @@ def install():
     on_import("openrlhf.trainer.ray.vllm_worker_wrap", _worker)
     on_import("openrlhf.trainer.ray.vllm_engine", _engine)
     on_import("vllm.model_executor.layers.utils", _plain_linear)
+    on_import("vllm.platforms.cpu", _small_cache)
     if os.environ.get("OPENRLHF_CPU_BUILDS") != "1":
         on_import("deepspeed.comm.torch", _no_shm_build)
         on_import("openrlhf.utils.deepspeed.deepspeed_utils", _torch_adam)

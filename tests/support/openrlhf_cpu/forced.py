@@ -4,7 +4,10 @@
 the devices that the stage began on; a unit of several devices is tensor-parallel. What was seen
 goes to `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step ->
 names of faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between
-steps.
+steps. `OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of devices that are asked
+back from then on, none where it is empty; what Nereus does about it is its own decision.
+`OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained" or "killed", which is what becomes of the Ray
+node at 127.0.0.2 before the boundary of that step.
 """
 
 import hashlib
@@ -216,6 +219,50 @@ def _plan(session, wanted):
     return Plan(now)
 
 
+def _ask_back(session, wanted):
+    """Write the devices that are to leave into the file that the adapter reads."""
+    _plan(session, {})  # notes where stages began
+    names = [str(_began_on[stage][i]) for stage, found in wanted.items() for i in found]
+    (session.config.run_dir / "leaving").write_text("\n".join(names))
+    with (session.config.run_dir / "asked").open("a") as asked:
+        asked.writelines(f"{name}\n" for name in names)
+
+
+def _waits_on(session):
+    """Devices on which processes of ranks are, and whether they answer."""
+    ranks = session.controller._adapter._running.ranks
+    return sorted({str(device) for _, device in ranks})
+
+
+NODE = "127.0.0.2"
+
+
+def _node(session, becomes):
+    """Announce that the second node will leave, or end it; returns when Nereus can see it."""
+    import psutil
+    import ray
+    from ray._raylet import GcsClient
+
+    supply = session.controller._adapter._supply
+    if becomes == "drained":
+        (node_id,) = [n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == NODE]
+        preempted, deadline_ms = 2, int((time.time() + 600) * 1000)  # DrainNodeReason of Ray
+        client = GcsClient(address=ray.get_runtime_context().gcs_address)
+        accepted, why = client.drain_node(node_id, preempted, "spot notice", deadline_ms)
+        assert accepted, why
+        look = supply.leaving
+    else:
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if words and words[0].endswith("raylet") and f"--node_ip_address={NODE}" in words:
+                process.kill()
+        look = supply.gone
+    deadline_s = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < deadline_s, f"node {NODE} {becomes}, and Ray does not say so"
+        time.sleep(0.1)
+
+
 def ray_kill(handle):
     import ray
 
@@ -256,7 +303,9 @@ def _timed_phases(adapter):
 
 
 def _session(module):
-    wanted = json.loads(os.environ["OPENRLHF_TEST_FORCE"])
+    wanted = json.loads(os.environ.get("OPENRLHF_TEST_FORCE", "{}"))
+    leave = json.loads(os.environ.get("OPENRLHF_TEST_LEAVE", "{}"))
+    node = json.loads(os.environ.get("OPENRLHF_TEST_NODE", "{}"))
     faults = json.loads(os.environ.get("OPENRLHF_TEST_FAULT", "{}"))
     seen = Path(os.environ["OPENRLHF_TEST_SEEN"])
     original = module.Session.at_boundary
@@ -266,8 +315,19 @@ def _session(module):
             lines.write(json.dumps(record) + "\n")
 
     def at_boundary(self):
-        figures = original(self)
         step = self.controller._adapter._running.signals.step + 1
+        if str(step) in {**leave, **node}:
+            before = _look(self)
+            if str(step) in leave:
+                _ask_back(self, leave[str(step)])
+            else:
+                _node(self, node[str(step)])
+            figures = original(self)
+            after = _look(self)
+            write({"step": step, "before": before, "after": after, "ranks on": _waits_on(self),
+                   "tokens": _same_tokens(self)})  # fmt: skip
+            return figures
+        figures = original(self)
         if str(step) not in wanted:
             if "dead engine" in faults.get(str(step), ()):
                 ray_kill(next(iter(self.controller._adapter._running.engines.values())))

@@ -19,7 +19,7 @@ def install_asked_for():
         cpu_patches.name_shared_memory(prefix)
     if {"OPENRLHF_TEST_RANK_BYTES", "OPENRLHF_TEST_PEAKS"} & set(os.environ):
         cpu_patches.install_memory()
-    if os.environ.get("OPENRLHF_TEST_FORCE"):
+    if {"OPENRLHF_TEST_FORCE", "OPENRLHF_TEST_LEAVE"} & set(os.environ):
         import forced
 
         forced.install()

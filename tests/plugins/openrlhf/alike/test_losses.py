@@ -41,17 +41,17 @@ def gaps(one, other):
     return found
 
 
-def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, recorded, tmp_path):
-    """The two fixed jobs have the layouts between which the third changes; all see the same data.
+def test_a_changed_job_learns_what_a_fixed_one_learns(assets, recorded, tmp_path):
+    """A job that is changed differs from a fixed one as two runs of the fixed one do.
 
-    Another number of ranks adds gradients up in another order, and Adam makes much of little. That
-    a step of six was lost, or fell due in the middle of a batch, would show at once: in the final
-    weights as a sixth of all that was learned.
+    All see the same data. OpenRLHF takes responses in the order in which they come, gradients add
+    up in that order, and Adam makes much of little: a run and its repetition end 4% apart, in parts
+    of what was learned. That a step of six was lost, or fell due in the middle of a batch, would
+    show at once: as a sixth.
     """
     job = JOB | {"train__agent_func_path": recorded}
-    ranks = {"actor__num_gpus_per_node": 1, "critic__num_gpus_per_node": 1}
-    two = fixed(assets, tmp_path / "two", **job)
-    one = fixed(assets, tmp_path / "one", **job | ranks)
+    once = fixed(assets, tmp_path / "once", **job)
+    again = fixed(assets, tmp_path / "again", **job)
     ran, records, _ = adapt(
         assets,
         tmp_path / "changed",
@@ -66,13 +66,13 @@ def test_a_changed_job_learns_what_two_fixed_jobs_learn(assets, recorded, tmp_pa
         require_same_state(record)
     assert layouts(records[-1], "actor/train") == layouts(records[-1], "critic/train") == [1, 1]
     changed = ran.steps()
-    assert len(changed) == len(two) == len(one) == 6
-    between, own = gaps(two, one), gaps(two, changed)
+    assert len(changed) == len(once) == len(again) == 6
     apart = {
-        name: drift(assets / "model", tmp_path / "two/final", tmp_path / name / "final")
-        for name in ("one", "changed")
+        name: drift(assets / "model", tmp_path / "once/final", tmp_path / name / "final")
+        for name in ("again", "changed")
     }
-    assert apart["changed"] <= 2 * apart["one"] + 1e-3, apart
+    assert apart["changed"] <= 2 * apart["again"] + 1e-3, apart
     assert apart["changed"] < 1 / 12, apart
-    for figure in FIGURES:  # two jobs say roughly how large such differences are
-        assert own[figure] <= 4 * between[figure] + 1e-3, (figure, own, between)
+    own, between = gaps(once, changed), gaps(once, again)
+    for figure in FIGURES:  # one pair of runs says roughly how large such differences are
+        assert own[figure] <= 4 * between[figure], (figure, own, between)

@@ -1,0 +1,413 @@
+"""The conformance harness: a tiny PPO or GRPO job of OpenRLHF on four logical devices of one Ray.
+
+OpenRLHF's own trainer runs in the harness's process, where a job has it in an actor; ranks and
+engines are the actors that they are in any job. They are started once: a launch has ranks leave
+their group and build another, and takes over the engines that run already where their degree is
+right - a logical device of a CPU is a name.
+
+The harness is for OpenRLHF on a CPU. What it needs changed for that is the business of whoever
+starts it (tests/support/openrlhf_cpu), not of the harness.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+
+from nereus_adapters.openrlhf import engines, facts, groups, harness_assets, harness_behind, ranks
+from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
+from nereus_adapters.openrlhf.experience import per_group
+from nereus_adapters.openrlhf.groups import Parked
+from nereus_adapters.openrlhf.linking import FAILURES
+from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.openrlhf.seats import Bundle
+from nereus_adapters.openrlhf.signals import Signals
+from nereus_adapters.openrlhf.supply import FILE, Supply
+from nereus_adapters.openrlhf.warm import Seat
+from nereus_adapters.ray_calls import ask, outcome
+from nereus_core.cluster import Cluster, Device
+from nereus_core.device_specs import CPU_SEAT, LOOPBACK
+from nereus_core.errors import Unsupported
+from nereus_core.gate import Gate
+from nereus_core.harness import Array, Fault, StepResult, Tier
+from nereus_core.phases import Phase
+from nereus_core.plan import Plan
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import (
+    ACTOR_GENERATE,
+    ACTOR_TRAIN,
+    CRITIC_TRAIN,
+    REF_INFER,
+    Algorithm,
+    Job,
+    ModelStage,
+    Stage,
+)
+
+_WAIT_S = 60.0
+"""Far above any step or call here; chosen, not measured."""
+_START_S = 180.0
+"""An actor or an engine that starts on a busy machine; chosen, not measured."""
+_MOST_IDLE = {1: 4, 2: 2}
+"""Engines kept from one launch to the next, by tensor-parallel degree: what four devices hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """An engine that no job has now."""
+
+    tp: int
+    handle: Any
+    seat: Seat
+
+
+class OpenRLHFHarness:
+    """Launches tiny jobs in one Ray. Implements `nereus_core.harness.Harness`."""
+
+    tier = Tier.REAL
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="nereus-openrlhf-harness-"))
+        self._short = tempfile.mkdtemp(prefix="orl")  # Ray's sockets need a short path
+        with _quiet():
+            ray.init(
+                address="local", num_cpus=32, num_gpus=4, include_dashboard=False,
+                object_store_memory=300 * 2**20, _temp_dir=self._short, log_to_driver=False,
+            )  # fmt: skip
+            harness_assets.write(self._folder)
+            self._args = {
+                name: harness_assets.arguments(harness_assets.flags(self._folder, critic=critic))
+                for name, critic in (("grpo", False), ("ppo", True))
+            }
+        pg = placement_group([{"GPU": 1, "CPU": 1}] * 4)
+        outcome(pg.ready(), "four devices of the harness's Ray", _WAIT_S)
+        self._cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
+        self._bundles = {d: Bundle(pg, i) for i, d in enumerate(self._cluster.devices)}
+        self._processes: dict[tuple[ModelStage, Device], Any] = {}
+        self._waiting: list[Seat] = []
+        self._idle: list[_Idle] = []
+        self._numbers = {
+            harness_assets.prompt(n): n
+            for n in range(harness_assets.GLOBAL_BATCH * harness_assets.STEPS)
+        }
+        self._running: Running | None = None
+        self._adapter: OpenRLHFAdapter | None = None
+        self._trained: list[dict[str, Array]] = []
+        self._asked: list[str] = []
+
+    # --- Launching ------------------------------------------------------------------------------
+
+    def job(self, algorithm: Algorithm = "grpo") -> Job:
+        """What Nereus reads of the job from OpenRLHF's arguments, on four devices."""
+        if algorithm not in self._args:
+            raise Unsupported(f"algorithm {algorithm}", "the harness has PPO and GRPO")
+        args = self._args[algorithm]
+        workload = facts.workload(
+            critic=algorithm == "ppo", ref=True, reward=False, asynchronous=False
+        )
+        config = dict(harness_assets.MODEL, model_type="qwen2")
+        models = facts.models(workload, {"actor": config, "critic": config})
+        return facts.job_of(args, workload, models, self._cluster, harness_assets.STEPS)
+
+    def launch(self, job: Job, plan: Plan) -> OpenRLHFAdapter:
+        """Start a job; processes of the last one go on, and what does not answer is ended.
+
+        Raises:
+            Unsupported: the job is asynchronous, or has pipelines.
+        """
+        if job.workload.asynchronous:
+            raise Unsupported("an asynchronous job", "the harness has OpenRLHF's PPOTrainer")
+        if any(placement.layout.pp > 1 for placement in plan.values()):
+            raise Unsupported(f"{plan}", "OpenRLHF has no pipeline parallelism")
+        with _quiet():
+            try:
+                self._release()
+                self._start(job, plan)
+            except FAILURES:
+                self._end_processes()
+                self._start(job, plan)
+        self._trained = [self._weights_of_actor()]
+        assert self._adapter is not None
+        return self._adapter
+
+    def _release(self) -> None:
+        """Take processes and engines back from the job that ends."""
+        running = self._running
+        if running is None:
+            return
+        self._processes, self._waiting = running.ranks, running.waiting
+        handles = list(self._processes.values())
+        ask(handles, ranks.leave, awaited="ranks to leave the last job", timeout_s=_WAIT_S)
+        ended = []
+        for unit, handle in list(running.engines.items()):
+            tp = running.alive[unit].layout.tp if unit in running.alive else 0
+            have = sum(one.tp == tp for one in self._idle)
+            if have < _MOST_IDLE.get(tp, 0) and unit not in running.opening:
+                self._idle.append(_Idle(tp, handle, running.seated[unit]))
+                del running.engines[unit], running.seated[unit]
+            else:
+                ended.append(unit)
+        engines.stop(running, ended)
+        self._running = self._adapter = None
+
+    def _end_processes(self) -> None:
+        """End everything that a case may have broken."""
+        running = self._running
+        engine_handles = [one.handle for one in self._idle]
+        seats = [seat.handle for seat in self._waiting]
+        if running is not None:
+            engine_handles += list(running.engines.values())
+        for handle in [*self._processes.values(), *engine_handles, *seats]:
+            ray.kill(handle)
+        self._processes, self._waiting, self._idle = {}, [], []
+        self._running = self._adapter = None
+
+    def _start(self, job: Job, plan: Plan) -> None:
+        args = copy.deepcopy(self._args[job.workload.algorithm])
+        running = Running(
+            _trainer(args, [s for s in job.workload.stages if s != ACTOR_GENERATE]),
+            facts.BackendSection(call_s=_WAIT_S, start_s=_START_S, warm_engines=1),
+            Gate(_WAIT_S),
+            Signals(),
+            dict(self._bundles),
+            UnitMap(_units(plan)),
+            self._processes,
+            waiting=self._waiting,
+        )
+        self._running = running
+        running.max_steps = running.trainer.get_max_steps()
+        for unit in running.alive.of(ACTOR_GENERATE):
+            found = next((one for one in self._idle if one.tp == unit.layout.tp), None)
+            if found is not None:
+                self._idle.remove(found)
+                running.engines[unit.id], running.seated[unit.id] = found.handle, found.seat
+        engines.start_missing(running)
+        for stage in running.groups:
+            groups.seat(running, stage, Parked())
+            if stage.stage is Stage.TRAIN:
+                ask(running.handles(stage), harness_behind.settle, awaited=f"moments of {stage}",
+                    timeout_s=_WAIT_S)  # fmt: skip
+        engines.await_all(running)
+        engines.tie(running)
+        for stage, group in running.groups.items():
+            running.signals.listen_to_group(stage, group)
+        running.signals.listen_to_steps(running.trainer)
+        per_group(running.trainer.experience_maker)
+        self._listen_to_prompts(running.trainer)
+        self._adapter = OpenRLHFAdapter(
+            running, job, version("openrlhf"), Supply((), self._folder / FILE)
+        )
+        self._adapter.warm()
+
+    def _listen_to_prompts(self, trainer: Any) -> None:
+        """Note prompts in the order in which the data loader gives them; responses have another."""
+        generator = trainer.samples_generator
+        dispatch = generator._dispatch_prompts_to_vllm
+
+        def noted(prompts: Any, *rest: Any, **more: Any) -> Any:
+            self._asked += prompts
+            return dispatch(prompts, *rest, **more)
+
+        generator._dispatch_prompts_to_vllm = noted
+
+    # --- Stepping -------------------------------------------------------------------------------
+
+    @property
+    def running_job(self) -> Running:
+        """The job launched last."""
+        if self._running is None:
+            raise RuntimeError("launch a job first")
+        return self._running
+
+    def step(self) -> StepResult:
+        """Run one step: the body of the loop of `PPOTrainer.fit`."""
+        running, trainer = self.running_job, self.running_job.trainer
+        gate, step = running.gate, running.signals.step + 1
+        rest = [s for s in running.alive.stages() if s != ACTOR_GENERATE]
+        with _quiet(), gate.step():
+            self._asked.clear()
+            with gate.stages(ACTOR_GENERATE):
+                served = self._versions()
+                start_s = time.monotonic()
+                samples = trainer.samples_generator.generate_samples(**trainer.generate_kwargs)[0]
+                generation_s = time.monotonic() - start_s
+            with gate.stages(*rest):
+                status, done = trainer.train_step(samples, step)
+            status["timing/generation"] = generation_s
+            status["timing/step_total"] = sum(
+                seconds for key, seconds in status.items() if key.startswith("timing/")
+            )
+            trainer.save_logs_and_checkpoints(done, status, {})
+        self._trained.append(self._weights_of_actor())
+        answered = sorted(p for sample in samples for p in sample.prompts)
+        if answered != sorted(self._asked):
+            raise AssertionError(f"asked {sorted(self._asked)}, trained on {answered}")
+        names = [("actor", "policy_loss"), ("critic", "critic_loss")]
+        return StepResult(
+            step=step,
+            losses={model: status[key] for model, key in names if key in status},
+            sample_ids=tuple(self._numbers[text] for text in self._asked),
+            weight_version=served,
+            grad_norms={"actor": status["actor_grad_norm"]},
+        )
+
+    def _weights_of_actor(self) -> dict[str, Array]:
+        (first, *_) = self.running_job.alive.of(ACTOR_TRAIN)
+        return {k: v for k, v in self._parts(first).items() if k.startswith("param/")}
+
+    def _versions(self) -> dict[UnitId, int]:
+        """Tell, by its own weights, which of the actor's weights each engine serves; -1: none."""
+        found = {}
+        for unit in self.running_job.alive.of(ACTOR_GENERATE):
+            mine = self._parts(unit)
+            same = (
+                number
+                for number, theirs in enumerate(self._trained)
+                if all(mine[key].tobytes() == value.tobytes() for key, value in theirs.items())
+            )
+            found[unit.id] = max(same, default=-1)
+        return found
+
+    def running(self, stage: ModelStage) -> AbstractContextManager[None]:
+        """Hold a step in flight inside a stage."""
+        return self.running_job.gate.stepping(self.step, stage, _WAIT_S)
+
+    # --- Looking behind -------------------------------------------------------------------------
+
+    def peek(self, unit: UnitId) -> Mapping[str, Array]:
+        """Return the whole tensors of a unit.
+
+        Between primitives a group that changes is in host memory and engines are not started: what
+        is alive is built first, as the end of the boundary would build it.
+        """
+        assert self._adapter is not None
+        with _quiet():
+            self._adapter._linking.link()
+            return self._parts(self.running_job.alive[unit])
+
+    def _parts(self, unit: Unit) -> dict[str, Array]:
+        running, stage = self.running_job, unit.id.model_stage
+        if stage == ACTOR_GENERATE:
+            function = harness_behind.worker_parts
+            parts = harness_behind.ask_workers(running.engines[unit.id], function, _WAIT_S)
+            return harness_behind.put_together([pickle.loads(part) for part in parts])
+        moments = stage.stage is Stage.TRAIN
+        handles = running.handles(stage) if moments else [
+            running.ranks[stage, device] for device in unit.devices
+        ]  # fmt: skip
+        found = ask(handles, harness_behind.parts_of, moments, awaited=f"state of {stage}",
+                    timeout_s=_WAIT_S)  # fmt: skip
+        if moments:
+            at = running.devices_of(stage).index(unit.devices[0])
+            found = found[at : at + len(unit.devices)]
+        return harness_behind.put_together(found)
+
+    def memory_bytes(self, device: Device) -> int:
+        """Bytes of weights, masters and moments on a device."""
+        running = self.running_job
+        handles = [handle for key, handle in running.ranks.items() if key[1] == device]
+        total = sum(ask(handles, harness_behind.state_bytes, awaited=f"state bytes on {device}",
+                        timeout_s=_WAIT_S))  # fmt: skip
+        for unit_id, engine in running.engines.items():
+            devices = running.alive[unit_id].devices
+            if device in devices:
+                function = harness_behind.worker_bytes
+                found = harness_behind.ask_workers(engine, function, _WAIT_S)
+                total += found[devices.index(device)]
+        return int(total)
+
+    # --- Harm -----------------------------------------------------------------------------------
+
+    def disturb(self, unit: UnitId, tensor: str) -> None:
+        """Add one to a moment, where the ranks of a unit keep it."""
+        slot, _, name = tensor.partition("/")
+        if unit.model_stage.stage is not Stage.TRAIN or slot == "param":
+            raise Unsupported(f"disturbing {tensor} of {unit}", "only moments are kept on a unit")
+        running = self.running_job
+        handles = [running.ranks[unit.model_stage, d] for d in running.alive[unit].devices]
+        ask(handles, harness_behind.disturbed, slot, name, awaited=f"ranks of {unit}",
+            timeout_s=_WAIT_S)  # fmt: skip
+
+    def fail(self, device: Device) -> None:
+        """Kill what runs on a device."""
+        running = self.running_job
+        for key in [key for key in running.ranks if key[1] == device]:
+            ray.kill(running.ranks[key])
+        for unit in running.alive.on(device):
+            if unit.id in running.engines:
+                ray.kill(running.engines[unit.id])
+
+    def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
+        """Refuse: the faults of real jobs are in tests/plugins/openrlhf/faults."""
+        raise Unsupported(f"{fault} in {phase}", "the adapter declares no UNIT_LOSS")
+
+    def close(self) -> None:
+        """End everything."""
+        with _quiet():
+            ray.shutdown()
+            gc.collect()  # Ray drops its own processes without waiting for them, and Python says so
+        shutil.rmtree(self._short, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let frameworks warn of what they will: a test run may make errors of warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _units(plan: Plan) -> Iterator[Unit]:
+    for stage, placement in plan.items():
+        for number, devices in enumerate(placement.units):
+            yield Unit(UnitId(stage, number), placement.layout, devices)
+
+
+def _trainer(args: Any, stages: list[ModelStage]) -> Any:
+    """Build OpenRLHF's trainer over groups without ranks, and no engine."""
+    from openrlhf.trainer.ppo_trainer import PPOTrainer
+    from openrlhf.trainer.ray.launcher import RayActorGroup, ReferenceModelActor
+    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+    from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+    from openrlhf.utils.utils import get_strategy
+    from transformers import set_seed
+
+    kinds = {
+        ACTOR_TRAIN: PolicyModelActor,
+        CRITIC_TRAIN: CriticModelActor,
+        REF_INFER: ReferenceModelActor,
+    }
+
+    def group(stage: ModelStage) -> Any:
+        if stage not in stages:
+            return None
+        made = RayActorGroup.__new__(RayActorGroup)  # `groups.seat` gives it the ranks of the plan
+        made.ray_actor_type, made._actor_handlers, made.duplicate_actors = kinds[stage], [], 1
+        return made
+
+    set_seed(args.train.seed)
+    trainer: Callable[..., Any] = PPOTrainer.__ray_metadata__.modified_class
+    made = trainer(
+        args.actor.model_name_or_path, get_strategy(args), group(ACTOR_TRAIN),
+        group(CRITIC_TRAIN), None, group(REF_INFER), [],
+        do_sample=True, max_len=args.data.max_len, max_new_tokens=args.rollout.max_new_tokens,
+        temperature=args.rollout.temperature, top_p=args.rollout.top_p,
+    )  # fmt: skip
+    generator = made.samples_generator
+    generator._dataloader_iter, generator._sample_buffer = iter(made.prompts_dataloader), []
+    return made
