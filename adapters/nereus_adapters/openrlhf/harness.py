@@ -17,9 +17,8 @@ import pickle
 import shutil
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +31,7 @@ from nereus_adapters.openrlhf import engines, facts, groups, harness_assets, har
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.experience import per_group
 from nereus_adapters.openrlhf.groups import Parked
+from nereus_adapters.openrlhf.harness_job import quiet, trainer_over, units_of
 from nereus_adapters.openrlhf.linking import FAILURES
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.seats import Bundle
@@ -50,8 +50,6 @@ from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import (
     ACTOR_GENERATE,
     ACTOR_TRAIN,
-    CRITIC_TRAIN,
-    REF_INFER,
     Algorithm,
     Job,
     ModelStage,
@@ -83,7 +81,7 @@ class OpenRLHFHarness:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="nereus-openrlhf-harness-"))
         self._short = tempfile.mkdtemp(prefix="orl")  # Ray's sockets need a short path
-        with _quiet():
+        with quiet():
             ray.init(
                 address="local", num_cpus=32, num_gpus=4, include_dashboard=False,
                 object_store_memory=300 * 2**20, _temp_dir=self._short, log_to_driver=False,
@@ -133,7 +131,7 @@ class OpenRLHFHarness:
             raise Unsupported("an asynchronous job", "the harness has OpenRLHF's PPOTrainer")
         if any(placement.layout.pp > 1 for placement in plan.values()):
             raise Unsupported(f"{plan}", "OpenRLHF has no pipeline parallelism")
-        with _quiet():
+        with quiet():
             try:
                 self._release()
                 self._start(job, plan)
@@ -179,12 +177,12 @@ class OpenRLHFHarness:
     def _start(self, job: Job, plan: Plan) -> None:
         args = copy.deepcopy(self._args[job.workload.algorithm])
         running = Running(
-            _trainer(args, [s for s in job.workload.stages if s != ACTOR_GENERATE]),
+            trainer_over(args, [s for s in job.workload.stages if s != ACTOR_GENERATE]),
             facts.BackendSection(call_s=_WAIT_S, start_s=_START_S, warm_engines=1),
             Gate(_WAIT_S),
             Signals(),
             dict(self._bundles),
-            UnitMap(_units(plan)),
+            UnitMap(units_of(plan)),
             self._processes,
             waiting=self._waiting,
         )
@@ -238,7 +236,7 @@ class OpenRLHFHarness:
         running, trainer = self.running_job, self.running_job.trainer
         gate, step = running.gate, running.signals.step + 1
         rest = [s for s in running.alive.stages() if s != ACTOR_GENERATE]
-        with _quiet(), gate.step():
+        with quiet(), gate.step():
             self._asked.clear()
             with gate.stages(ACTOR_GENERATE):
                 served = self._versions()
@@ -295,7 +293,7 @@ class OpenRLHFHarness:
         is alive is built first, as the end of the boundary would build it.
         """
         assert self._adapter is not None
-        with _quiet():
+        with quiet():
             self._adapter._linking.link()
             return self._parts(self.running_job.alive[unit])
 
@@ -357,57 +355,8 @@ class OpenRLHFHarness:
 
     def close(self) -> None:
         """End everything."""
-        with _quiet():
+        with quiet():
             ray.shutdown()
             gc.collect()  # Ray drops its own processes without waiting for them, and Python says so
         shutil.rmtree(self._short, ignore_errors=True)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let frameworks warn of what they will: a test run may make errors of warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _units(plan: Plan) -> Iterator[Unit]:
-    for stage, placement in plan.items():
-        for number, devices in enumerate(placement.units):
-            yield Unit(UnitId(stage, number), placement.layout, devices)
-
-
-def _trainer(args: Any, stages: list[ModelStage]) -> Any:
-    """Build OpenRLHF's trainer over groups without ranks, and no engine."""
-    from openrlhf.trainer.ppo_trainer import PPOTrainer
-    from openrlhf.trainer.ray.launcher import RayActorGroup, ReferenceModelActor
-    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-    from openrlhf.trainer.ray.ppo_critic import CriticModelActor
-    from openrlhf.utils.utils import get_strategy
-    from transformers import set_seed
-
-    kinds = {
-        ACTOR_TRAIN: PolicyModelActor,
-        CRITIC_TRAIN: CriticModelActor,
-        REF_INFER: ReferenceModelActor,
-    }
-
-    def group(stage: ModelStage) -> Any:
-        if stage not in stages:
-            return None
-        made = RayActorGroup.__new__(RayActorGroup)  # `groups.seat` gives it the ranks of the plan
-        made.ray_actor_type, made._actor_handlers, made.duplicate_actors = kinds[stage], [], 1
-        return made
-
-    set_seed(args.train.seed)
-    trainer: Callable[..., Any] = PPOTrainer.__ray_metadata__.modified_class
-    made = trainer(
-        args.actor.model_name_or_path, get_strategy(args), group(ACTOR_TRAIN),
-        group(CRITIC_TRAIN), None, group(REF_INFER), [],
-        do_sample=True, max_len=args.data.max_len, max_new_tokens=args.rollout.max_new_tokens,
-        temperature=args.rollout.temperature, top_p=args.rollout.top_p,
-    )  # fmt: skip
-    generator = made.samples_generator
-    generator._dataloader_iter, generator._sample_buffer = iter(made.prompts_dataloader), []
-    return made
