@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ray
 
+from verl_cpu.asked import forget, version, weights
 from verl_cpu.assets import make_assets
 from verl_cpu.command import environment, overrides
 from verl_cpu.stem import warm
@@ -57,15 +58,15 @@ class Stand:
         ]
 
     def weights(self, server):
-        return ray.get(server.__ray_call__.remote(_weights), timeout=GONE_S)
+        return ray.get(server.__ray_call__.remote(weights), timeout=GONE_S)
 
     def version(self, server):
-        return int(ray.get(server.__ray_call__.remote(_version), timeout=GONE_S) or 0)
+        return int(ray.get(server.__ray_call__.remote(version), timeout=GONE_S) or 0)
 
     def again(self):
         with suppress(ValueError):  # no server yet
             turns = ray.get_actor("hf_cpu_turns", namespace="verl_cpu")
-            ray.get(turns.__ray_call__.remote(_forget), timeout=GONE_S)
+            ray.get(turns.__ray_call__.remote(forget), timeout=GONE_S)
 
     def ended(self):
         with suppress(ValueError):
@@ -83,15 +84,3 @@ class Stand:
 def _names():
     found = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in found if actor["name"].startswith(_PREFIX)]
-
-
-def _forget(turns):
-    turns.taken.clear()
-
-
-def _weights(server):
-    return {name: tensor.numpy().copy() for name, tensor in server.model.state_dict().items()}
-
-
-def _version(server):
-    return server.global_steps

@@ -1,0 +1,13 @@
+"""What the stand asks of its actors; runs inside them, where `stand` must not be imported."""
+
+
+def forget(turns):
+    turns.taken.clear()
+
+
+def weights(server):
+    return {name: tensor.numpy().copy() for name, tensor in server.model.state_dict().items()}
+
+
+def version(server):
+    return server.global_steps
