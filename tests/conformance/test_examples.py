@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nereus_core.capabilities import Feature
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
