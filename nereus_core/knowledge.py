@@ -134,7 +134,7 @@ class Knowledge:
 
     @property
     def _cooling_steps(self) -> int:
-        """Steps left in which only urgent transitions are admitted."""
+        """Steps left of the cooldown."""
         since = self.history.steps_since_transition
         return 0 if since is None else max(0, self.triggers.policy.cooldown_steps - since)
 

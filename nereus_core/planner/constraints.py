@@ -46,7 +46,8 @@ class Constraints:
         """Read configuration and capabilities.
 
         Raises:
-            ConfigError: a model-stage, layout or device is not written as one.
+            ConfigError: a model-stage, layout or device is not written as one, or a pin asks for what
+                the adapter does not have.
         """
         forbidden = {
             (kind, stage)
@@ -70,9 +71,12 @@ class Constraints:
 
         def holds(feature: Feature) -> bool:
             support = capabilities.features.get(feature)
-            return support is None or support.at(backend_version)
+            return support is not None and support.at(backend_version)
 
         pipelines = holds(Feature.PIPELINE_STAGES)
+        if not pipelines and (pins := [str(s) for s, layout in pinned.items() if layout.pp > 1]):
+            why = f"{', '.join(pins)} is pinned to a layout with pp > 1, which the adapter has not"
+            raise ConfigError("constraints.pin", why)
         return cls(
             config.degrees, config.max_tp, config.max_pp if pipelines else 1, colocate,
             MappingProxyType(pinned), MappingProxyType(min_dp),

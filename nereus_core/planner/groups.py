@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, permutations
 from operator import attrgetter
 
 import numpy as np
@@ -96,6 +96,22 @@ def cut(sizes: Sequence[int]) -> list[tuple[int, int]]:
     ends = accumulate(sizes[i] for i in order)
     found = {i: (end - sizes[i], end) for i, end in zip(order, ends, strict=True)}
     return [found[i] for i in range(len(sizes))]
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Where groups lie in the order of devices: (start, end) of each."""
+
+
+def arrangements(sizes: Sequence[int], node_sizes: Sequence[int]) -> tuple[Spans, ...]:
+    """Cut groups off in every order that gives some group another shape; largest first to begin."""
+    found: dict[tuple[Shape, ...], Spans] = {}
+    first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    for order in permutations(first):
+        ends = accumulate(sizes[i] for i in order)
+        at = {i: (end - sizes[i], end) for i, end in zip(order, ends, strict=True)}
+        spans = tuple(at[i] for i in range(len(sizes)))
+        found.setdefault(tuple(shape_between(node_sizes, *span) for span in spans), spans)
+    return tuple(found.values())
 
 
 def shape_between(node_sizes: Sequence[int], start: int, end: int) -> Shape:

@@ -12,7 +12,7 @@ from nereus_core.cost.transition import bytes_to_move
 from nereus_core.plan import Placement, Plan, place_problems
 from nereus_core.planner.bounds import TIE
 from nereus_core.planner.choices import Choice
-from nereus_core.planner.groups import cut, packed, shape_between
+from nereus_core.planner.groups import packed, shape_between
 from nereus_core.planner.search import Solution
 from nereus_core.planner.space import Space
 from nereus_core.workload import ModelStage
@@ -52,9 +52,7 @@ class Placer:
     def canonical(self, solution: Solution) -> Plan:
         """Place groups in order of nodes, the largest first, every stage from its group's start."""
         placements = {}
-        for block, span, rows in zip(
-            solution.blocks, cut(solution.sizes), solution.rows, strict=True
-        ):
+        for block, span, rows in zip(solution.blocks, solution.spans, solution.rows, strict=True):
             shape = shape_between(self.space.node_sizes, *span)
             for index, row in zip(block, rows, strict=True):
                 options = self.space.options[index]
@@ -68,7 +66,7 @@ class Placer:
 
     def unbounded(self, solution: Solution) -> Plan:
         """Same groups with every stage's fastest choice, whatever memory it needs."""
-        shapes = [shape_between(self.space.node_sizes, *span) for span in cut(solution.sizes)]
+        shapes = [shape_between(self.space.node_sizes, *span) for span in solution.spans]
         rows = tuple(
             tuple(self.space.fastest(index, shape) for index in block)
             for block, shape in zip(solution.blocks, shapes, strict=True)
@@ -77,7 +75,7 @@ class Placer:
 
     def variants(self, solution: Solution) -> Iterator[Plan]:
         """For every stage, the plan with that stage's next fastest layout that fits."""
-        spans = cut(solution.sizes)
+        spans = solution.spans
         for at, (block, span) in enumerate(zip(solution.blocks, spans, strict=True)):
             shape = shape_between(self.space.node_sizes, *span)
             for i, index in enumerate(block):
@@ -126,13 +124,14 @@ class Placer:
         """Plans of one solution: its groups in every order that keeps their shapes."""
         canonical = self.canonical(solution)
         yield canonical
-        spans = cut(solution.sizes)
+        spans = solution.spans
         shapes = [shape_between(self.space.node_sizes, *span) for span in spans]
         for order in permutations(range(len(spans))):
             at, groups = 0, list(spans)
             for i in order:
-                groups[i] = (at, at + solution.sizes[i])
-                at += solution.sizes[i]
+                size = spans[i][1] - spans[i][0]
+                groups[i] = (at, at + size)
+                at += size
             if [shape_between(self.space.node_sizes, *group) for group in groups] == shapes:
                 plan = self._near(solution, groups)
                 if self._as_good(plan, limit_s):

@@ -2,21 +2,21 @@
 
 For each partition, sizes are assigned group by group and dropped as soon as a lower bound on the
 step exceeds the best step found (branch and bound, vectorized over assignments). What is left is
-visited in order of its bound, with the groups' true shapes on the nodes and their Pareto fronts.
+visited in order of its bound, with the groups' true shapes on the nodes and their Pareto fronts, in
+every order of the groups in which these shapes differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
 
 import numpy as np
 
 from nereus_core.cost.op_classes import FloatArray, IntArray
 from nereus_core.planner.bounds import TIE, Blocks, Bounds, partitions
 from nereus_core.planner.colocating import Front
-from nereus_core.planner.groups import Shape, cut, shape_between
+from nereus_core.planner.groups import Shape, Spans, arrangements, shape_between
 from nereus_core.planner.pareto import front
 from nereus_core.planner.space import Space
 
@@ -28,12 +28,12 @@ _OTHERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Groups of stages, their sizes, and an option row for every stage."""
+    """Groups of stages, where they lie, and an option row for every stage."""
 
     seconds: float
     """Of the stages and their synchronization, as the space counts them."""
     blocks: Blocks
-    sizes: tuple[int, ...]
+    spans: Spans
     rows: tuple[tuple[int, ...], ...]
 
 
@@ -65,6 +65,7 @@ class _Search:
         self._by_partition: dict[Blocks, Solution] = {}
         self._searched = 0
         self._shapes: dict[tuple[int, int], Shape] = {}
+        self._arrangements: dict[tuple[int, ...], tuple[Spans, ...]] = {}
 
     def run(self) -> Found:
         candidates = [
@@ -89,8 +90,8 @@ class _Search:
             if len(self._by_partition) > _OTHERS:
                 break
             if blocks not in self._by_partition:
-                self._solve(blocks, self._likely_sizes(blocks), np.inf)
-        taken = {tuple(sorted(s.blocks)) for s in best[:1]}
+                self._solve(blocks, self._arranged(self._likely_sizes(blocks))[0], np.inf)
+        taken = {s.blocks for s in best[:1]}
         others = [s for b, s in self._by_partition.items() if b not in taken]
         return tuple(sorted(others, key=lambda s: (s.seconds, s.blocks)))
 
@@ -123,36 +124,23 @@ class _Search:
                 if tied_visits > _TIED_KEPT:
                     break
             own = tuple(int(z) for z in sizes[i])
-            for order in self._orders(blocks, own):
-                self._solve(order, own, self._best_s * (1 + TIE))
+            for spans in self._arranged(own):
+                self._solve(blocks, spans, self._best_s * (1 + TIE))
 
-    def _orders(self, blocks: Blocks, sizes: tuple[int, ...]) -> Iterator[Blocks]:
-        """Yield the orders of groups of one size that lie on nodes in different ways.
-
-        Devices are cut off in order of sizes, those of one size in the order of their blocks.
-        """
-        shapes = [self._shape(*span) for span in cut(sizes)]
-        mixed = [
-            [i for i, z in enumerate(sizes) if z == size]
-            for size in sorted(set(sizes))
-            if len({shape for z, shape in zip(sizes, shapes, strict=True) if z == size}) > 1
-        ]
-        for chosen in product(*map(permutations, mixed)):
-            order = list(range(len(blocks)))
-            for places, groups in zip(mixed, chosen, strict=True):
-                for place, group in zip(places, groups, strict=True):
-                    order[place] = group
-            yield tuple(blocks[group] for group in order)
+    def _arranged(self, sizes: tuple[int, ...]) -> tuple[Spans, ...]:
+        if sizes not in self._arrangements:
+            self._arrangements[sizes] = arrangements(sizes, self._space.node_sizes)
+        return self._arrangements[sizes]
 
     def _shape(self, start: int, end: int) -> Shape:
         if (start, end) not in self._shapes:
             self._shapes[start, end] = shape_between(self._space.node_sizes, start, end)
         return self._shapes[start, end]
 
-    def _solve(self, blocks: Blocks, sizes: tuple[int, ...], limit_s: float) -> None:
-        """Combine the fronts of groups of these sizes; keep the result where it wins or ties."""
+    def _solve(self, blocks: Blocks, spans: Spans, limit_s: float) -> None:
+        """Combine the fronts of groups that lie so; keep the result where it wins or ties."""
         self._searched += 1
-        shapes = [self._shape(*span) for span in cut(sizes)]
+        shapes = [self._shape(*span) for span in spans]
         fronts: list[Front] = []
         for block, shape in zip(blocks, shapes, strict=True):
             ways = self._space.front(block, shape, limit_s, whole=len(blocks) == 1)
@@ -168,7 +156,7 @@ class _Search:
             tuple(int(r) for r in ways.rows[pick])
             for ways, pick in zip(fronts, picks[at], strict=True)
         )
-        self._keep(Solution(float(seconds[at]), blocks, sizes, rows))
+        self._keep(Solution(float(seconds[at]), blocks, spans, rows))
 
     def _combined(
         self, fronts: Sequence[Front], limit_s: float
@@ -190,10 +178,9 @@ class _Search:
         return level_s, group_s, picks
 
     def _keep(self, solution: Solution) -> None:
-        partition = tuple(sorted(solution.blocks))
-        known = self._by_partition.get(partition)
+        known = self._by_partition.get(solution.blocks)
         if known is None or solution.seconds < known.seconds:
-            self._by_partition[partition] = solution
+            self._by_partition[solution.blocks] = solution
         if solution.seconds < self._best_s * (1 - TIE):
             self._tied = [s for s in self._tied if s.seconds <= solution.seconds * (1 + TIE)]
         if solution.seconds <= self._best_s * (1 + TIE) and len(self._tied) < _TIED_KEPT:

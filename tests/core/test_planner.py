@@ -247,6 +247,18 @@ def test_features_that_an_adapter_lacks_are_not_planned_with():
     assert not any(plan.sharing(one, other) for one, other in combinations(plan, 2))
     free = Constraints.of(ConstraintsConfig(max_pp=4), everything, None)
     assert (free.max_pp, free.colocation) == (4, True)
+    with pytest.raises(ConfigError, match=r"ref/infer is pinned .* pp > 1"):
+        Constraints.of(ConstraintsConfig(pin={"ref/infer": "tp1pp2"}), table, None)
+
+
+def test_a_small_group_goes_first_where_the_large_one_would_leave_it_no_node():
+    devices = tuple(Device(f"node{n}", i) for n in range(3) for i in range(2))
+    cluster = replace(SEATS, devices=devices)
+    job = replace(job_of(), cluster=cluster, within_node=frozenset({ACTOR_GENERATE}))
+    pinned = {ACTOR_TRAIN: Layout(1, 3), ACTOR_GENERATE: Layout(1, 2), REF_INFER: Layout(1, 1)}
+    constraints = Constraints(degrees="divisors", pinned=pinned, colocation=False)
+    plan = best(CostModel(job), LENGTHS, constraints).best.plan
+    assert not plan_problems(plan, job)
 
 
 def test_a_lost_unit_is_no_reason_to_need_what_the_adapter_cannot_do():

@@ -140,14 +140,12 @@ class Exhaustive:
         )
 
     def spans(self, sizes):
-        """Where groups of these sizes lie, the largest first; those of one size in every order that
-        makes a difference to any.
-        """
+        """Where groups of these sizes lie, in every order that makes a difference to any."""
         if sizes not in self._spans:
             found = {}
             for order in permutations(range(len(sizes))):
                 spans, start = [(0, 0)] * len(sizes), 0
-                for i in sorted(order, key=lambda i: -sizes[i]):
+                for i in order:
                     spans[i] = (start, start + sizes[i])
                     start += sizes[i]
                 nodes = ([d.node for d in self.devices[slice(*span)]] for span in spans)
