@@ -46,8 +46,8 @@ class Constraints:
         """Read configuration and capabilities.
 
         Raises:
-            ConfigError: a model-stage, layout or device is not written as one, or a pin asks for what
-                the adapter does not have.
+            ConfigError: a model-stage, layout or device is not written as one, or a pin asks for
+                what the adapter does not have.
         """
         forbidden = {
             (kind, stage)
