@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -13,10 +11,10 @@ import ray
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import behind, shards
 from nereus_adapters.verl.adapter import VerlAdapter
+from nereus_adapters.verl.paced import Paced
 from nereus_adapters.verl.standing import ROLES
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
-from nereus_core.errors import WaitTimeout
 from nereus_core.events import EventLog
 from nereus_core.plan import Plan
 from nereus_core.transition import compile_transition, execute
@@ -33,6 +31,8 @@ from nereus_core.workload import (
 DEVICES = 4
 WAIT_S = 120.0
 """For anything that a small job does; chosen, not measured."""
+STAND_S = 600.0
+"""That a case leaves a job between two steps at most; chosen, not measured."""
 POLL_S = 0.05
 """verl's replay buffer looks every 2 s whether a batch is there; chosen, not measured."""
 ROLE_OF = {stage: role for role, stage in ROLES.items()}
@@ -69,9 +69,7 @@ class Running:
         self.sample_ids: tuple[int, ...] = ()
         self._metrics: dict[str, Any] = {}
         self._batch: Any = None
-        self._turn: queue.Queue[bool] = queue.Queue()
-        self._stopped: queue.Queue[BaseException | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._fit: Paced | None = None
         self._wrap(config)
         self._seats: dict[Device, Any] = {}
         self.adapter = self.attach(job)
@@ -137,9 +135,8 @@ class Running:
         sync, submit, step = trainer.on_step_end, trainer._submit_batch_to_rollout, trainer.step
 
         def on_step_end() -> Any:
-            self._stopped.put(None)
-            if not self._turn.get():
-                raise _Ended
+            assert self._fit is not None  # it is what calls this
+            self._fit.stand()
             return sync()
 
         def submitted(batch: Any) -> Any:
@@ -166,29 +163,16 @@ class Running:
         return call
 
     def step(self) -> dict[str, Any]:
-        """Let ``fit`` go on to its next boundary; raises what it raises."""
+        """Let ``fit`` go on to its next boundary; raises as `Paced.turn` does."""
         self.moved = True
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._fit, name="verl's fit", daemon=True)
-            self._thread.start()
-        else:
-            self._turn.put(True)
-        try:
-            raised = self._stopped.get(timeout=WAIT_S)
-        except queue.Empty:
-            raise WaitTimeout("verl's step", WAIT_S) from None
-        if raised is not None:
-            raise raised
+        if self._fit is None:
+            self._fit = Paced(self._run, "verl's fit", turn_s=WAIT_S, stand_s=STAND_S)
+        self._fit.turn()
         return self._metrics
 
-    def _fit(self) -> None:
-        try:
-            self.trainer.on_init_end()  # weights go to the rollout
-            self.trainer.fit(self._loops)
-        except _Ended:
-            pass
-        except BaseException as error:
-            self._stopped.put(error)
+    def _run(self, _: Paced) -> None:
+        self.trainer.on_init_end()  # weights go to the rollout
+        self.trainer.fit(self._loops)
 
     # --- Looking --------------------------------------------------------------------------------
 
@@ -213,14 +197,10 @@ class Running:
 
     def _stop(self) -> None:
         """End ``fit`` where it stands, and forget the batch that it had."""
-        if self._thread is None:
+        if self._fit is None:
             return
-        if self._thread.is_alive():
-            self._turn.put(False)
-            self._thread.join(WAIT_S)
-        if self._thread.is_alive():
-            raise WaitTimeout("verl's fit to end", WAIT_S)
-        self._thread = None
+        self._fit.end()
+        self._fit = None
         if self._batch is not None:
             import transfer_queue
 
@@ -251,10 +231,6 @@ class Running:
         for pool in trainer.resource_pool_manager.resource_pool_dict.values():
             for placement in pool.pgs or ():
                 ray.util.remove_placement_group(placement)
-
-
-class _Ended(BaseException):
-    """Raised in verl's ``fit`` to end it where it stands."""
 
 
 def _forget(worker: Any) -> None:
