@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import ray
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import behind, shards
 from nereus_adapters.verl.adapter import VerlAdapter
+from nereus_adapters.verl.fleet import Fleet, Seat
 from nereus_adapters.verl.paced import Paced
 from nereus_adapters.verl.standing import ROLES
 from nereus_core.cluster import Device
@@ -67,11 +68,14 @@ class Running:
         self.moved = False
         """Whether its state is another than at the start."""
         self.sample_ids: tuple[int, ...] = ()
+        """Of the batch that the last step returned; see `consumed`."""
+        self._submitted: dict[str, int] = {}
+        """Prompts that went to the rollout, in that order: verl's uid -> index in the data."""
         self._metrics: dict[str, Any] = {}
         self._batch: Any = None
         self._fit: Paced | None = None
         self._wrap(config)
-        self._seats: dict[Device, Any] = {}
+        self._seats: dict[Device, Seat] = {}
         self.adapter = self.attach(job)
         workers = self.workers()
         first = min(workers)
@@ -103,8 +107,8 @@ class Running:
         }
         config = NereusConfig.of({"adapter": "verl", "mode": "adapt", "backend": backend})
         self.adapter = VerlAdapter(self.trainer, config)
-        self.adapter.fleet.take_in(self._seats)
-        self._seats = self.adapter.fleet.seats
+        _take_in(self.adapter.fleet, self._seats)
+        self._seats = _seats(self.adapter.fleet)
         return self.adapter
 
     def begin(self, job: Job, plan: Plan) -> None:
@@ -117,7 +121,7 @@ class Running:
             with self.adapter.boundary(job.workload.stages, timeout_s=WAIT_S):
                 execute(graph, self.adapter, log=EventLog(None, lambda: 0.0), timeout_s=WAIT_S)
                 self.adapter.relink(plan)
-        self._seats = self.adapter.fleet.seats
+        self._seats = _seats(self.adapter.fleet)
         if not self.moved:
             return
         linked = self.workers(self.adapter.linked.values())
@@ -140,13 +144,14 @@ class Running:
             return sync()
 
         def submitted(batch: Any) -> Any:
-            prompts = [int(index) for index in batch["index"]]
-            self.sample_ids = tuple(p * each + turn for p in prompts for turn in range(each))
+            indices = (int(index) for index in batch["index"])
+            self._submitted |= dict(zip(map(str, batch["uid"]), indices, strict=True))
             return submit(batch)
 
         def stepped(metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
             self._metrics = metrics
             self._batch = step(metrics, timing_raw)
+            self.sample_ids = consumed(self._batch, self._submitted, each)
             return self._batch
 
         trainer.on_step_end, trainer._submit_batch_to_rollout = on_step_end, submitted
@@ -178,7 +183,7 @@ class Running:
 
     def workers(self, units: Iterable[Unit] | None = None) -> dict[Device, Any]:
         """Return worker processes by device: all, or those of some units."""
-        found = {device: seat.worker for device, seat in self.adapter.fleet.seats.items()}
+        found = {device: seat.worker for device, seat in _seats(self.adapter.fleet).items()}
         if units is None:
             return found
         return {d: found[d] for unit in units for d in unit.devices}
@@ -201,6 +206,7 @@ class Running:
             return
         self._fit.end()
         self._fit = None
+        self._submitted.clear()
         if self._batch is not None:
             import transfer_queue
 
@@ -213,7 +219,7 @@ class Running:
         for unit in set(adapter.rollouts.replicas) - set(adapter.linked):
             adapter.rollouts.end(unit)
         call_all(self.workers(), _forget, awaited="staged states to go", timeout_s=WAIT_S)
-        self._seats |= adapter.fleet.seats
+        self._seats |= _seats(adapter.fleet)
 
     def end(self) -> None:
         """End everything of the job; Ray and verl's transfer queue stay."""
@@ -233,5 +239,39 @@ class Running:
                 ray.util.remove_placement_group(placement)
 
 
+def consumed(batch: Any, submitted: Mapping[str, int], responses: int) -> tuple[int, ...]:
+    """Return a number for every response in a batch, in the order in which prompts were submitted.
+
+    verl's own order is that in which it balances lengths over the ranks of the moment.
+
+    Args:
+        batch: What verl's ``step`` returns: keys ``{uid}_{response}_{part}``, and a tag for each.
+        submitted: Index in the data by uid, in order.
+        responses: To each prompt.
+
+    Raises:
+        KeyError: a prompt that was never submitted.
+    """
+    order = {uid: place for place, uid in enumerate(submitted)}
+    keys = (
+        key.rsplit("_", 2)
+        for key, tag in zip(batch.keys, batch.tags, strict=True)
+        if not tag.get("is_padding", False)
+    )
+    found = sorted((order[uid], int(turn), submitted[uid]) for uid, turn, _ in keys)
+    return tuple(index * responses + turn for _, turn, index in found)
+
+
 def _forget(worker: Any) -> None:
     shards.staged(worker).clear()
+
+
+def _seats(fleet: Fleet) -> dict[Device, Seat]:
+    """Return worker processes by device."""
+    return dict(fleet._seats)
+
+
+def _take_in(fleet: Fleet, seats: Mapping[Device, Seat]) -> None:
+    """Let it know of parked processes that another started, where it has none; it keeps them."""
+    for device, seat in seats.items():
+        fleet._seats.setdefault(device, Seat(seat.worker, seat.name))
