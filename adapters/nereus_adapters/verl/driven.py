@@ -67,6 +67,8 @@ class Running:
         )
         self.moved = False
         """Whether its state is another than at the start."""
+        self.spoiled = ""
+        """What was done to it that a launch may not find a way back from; empty: nothing."""
         self.sample_ids: tuple[int, ...] = ()
         """Of the batch that the last step returned; see `consumed`."""
         self._submitted: dict[str, int] = {}
@@ -123,6 +125,7 @@ class Running:
                 self.adapter.relink(plan)
         self._seats = _seats(self.adapter.fleet)
         if not self.moved:
+            self.spoiled = ""
             return
         linked = self.workers(self.adapter.linked.values())
         call_all(
@@ -131,7 +134,7 @@ class Running:
         )  # fmt: skip
         self.trainer.global_steps, self.trainer.train_dataloader_it = 0, None
         self.trainer.checkpoint_manager.update_weights(0)
-        self.moved = False
+        self.moved, self.spoiled = False, ""
 
     def _wrap(self, config: Any) -> None:
         """Let the trainer stand at its boundaries, and say what it consumes and where it is."""
@@ -172,7 +175,11 @@ class Running:
         self.moved = True
         if self._fit is None:
             self._fit = Paced(self._run, "verl's fit", turn_s=WAIT_S, stand_s=STAND_S)
-        self._fit.turn()
+        try:
+            self._fit.turn()
+        except BaseException as error:
+            self.spoiled = f"a step raised {type(error).__name__}: {error}"
+            raise
         return self._metrics
 
     def _run(self, _: Paced) -> None:

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
+from nereus_adapters.verl.harness import VerlHarness
 from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec, shared_out
@@ -282,3 +283,9 @@ def test_samples_are_those_of_the_batch_that_was_trained_on():
     assert consumed(trained_on("a_1_0", "a_1_0"), submitted, 2) == (7, 7)  # one is there twice
     with pytest.raises(KeyError, match="c"):
         consumed(trained_on("c_0_0"), submitted, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"stand": "nowhere", "pool": "ray"}, {"stnad": "nowhere"}])
+def test_options_that_the_harness_does_not_know_are_refused(options):
+    with pytest.raises(ConfigError, match="expected stand=MODULE alone"):
+        VerlHarness.of(options)
