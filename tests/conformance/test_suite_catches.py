@@ -236,6 +236,20 @@ def test_a_known_failure_is_expected(held):
     assert run.named("expected") == {"test_replayed_op_returns_its_receipt"}
 
 
+def test_a_known_failure_is_expected_to_fail_as_it_is_said_to(held):
+    run = held("rightly_excused", "test_replayed_op_returns_its_receipt")
+
+    assert run.code == 0, run.output[-4000:]
+    assert run.named("expected") == {"test_replayed_op_returns_its_receipt"}
+
+
+def test_a_known_failure_that_fails_in_another_way_fails(held):
+    run = held("wrongly_excused", "test_replayed_op_returns_its_receipt")
+
+    assert run.code == 1
+    assert "I5 once" in run.output
+
+
 def test_a_known_failure_that_passes_fails(held):
     run = held("over_excused", "test_replayed_op_returns_its_receipt")
 

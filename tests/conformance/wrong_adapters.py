@@ -21,7 +21,7 @@ from nereus_core.capabilities import (
     since,
     unsupported,
 )
-from nereus_core.declaration import AdapterDeclaration, Seam
+from nereus_core.declaration import AdapterDeclaration, KnownFailure, Seam
 from nereus_core.errors import DevicesBusy, Diverged, Unsupported
 from nereus_core.hookspecs import hookimpl
 from nereus_core.phases import Phase, PhaseHook
@@ -236,7 +236,7 @@ class Wrong:
 
     adapter: type[SimAdapter]
     capabilities: Capabilities = field(default_factory=Capabilities.everything)
-    known_failures: Mapping[str, str] = field(default_factory=dict)
+    known_failures: Mapping[str, str | KnownFailure] = field(default_factory=dict)
     wait_s: float = 20.0
     requirement: str | None = None
     seams: tuple[Seam, ...] = ()
@@ -298,6 +298,18 @@ ADAPTERS = {
     ),
     "over_excused": Wrong(
         SimAdapter, known_failures={"test_replayed_op_returns_its_receipt[train]": "not so, #2"}
+    ),
+    "rightly_excused": Wrong(
+        ForgetsReceipts,
+        known_failures={
+            "test_replayed_op_returns_its_receipt": KnownFailure("not kept, #2", says="^I5 ")
+        },
+    ),
+    "wrongly_excused": Wrong(
+        ForgetsReceipts,
+        known_failures={
+            "test_replayed_op_returns_its_receipt": KnownFailure("not kept, #2", says="^I7 ")
+        },
     ),
     "misspelt": Wrong(SimAdapter, known_failures={"test_replayed_op_returns_a_receipt": "#2"}),
     "unexplained": Wrong(SimAdapter, known_failures={"test_elapsed_is_wall_seconds": " "}),
