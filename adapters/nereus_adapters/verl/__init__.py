@@ -48,7 +48,7 @@ _WITH_THE_SWITCH = KnownFailure(
     says="^I7 released: ",
 )
 """That it is free then: `test_memory_is_free_when_the_job_goes_on`."""
-KNOWN_FAILURES = {
+KNOWN_FAILURES: dict[str, str | KnownFailure] = {
     "test_memory_is_free_when_destroy_returns": _WITH_THE_SWITCH,
     "test_merge_undoes_split[generate]": _WITH_THE_SWITCH,
     "test_extended_rollout_serves_the_source_version": (
