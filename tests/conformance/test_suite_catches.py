@@ -157,6 +157,13 @@ def test_the_random_walk_finds_a_lost_child(held):
     assert held("i1", "random_walk").named("failed") == {"test_random_walk_agrees_with_the_model"}
 
 
+def test_memory_that_is_never_freed_shows_when_the_job_goes_on(held):
+    assert held("leaking", "memory_is_free").named("failed") == {
+        "test_memory_is_free_when_destroy_returns",
+        "test_memory_is_free_when_the_job_goes_on",
+    }
+
+
 def test_what_is_unsupported_is_skipped_and_its_refusal_is_tested(held):
     run = held("refuses", "test_split or test_refusals")
 

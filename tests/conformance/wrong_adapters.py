@@ -123,6 +123,15 @@ class FreesLate(SimAdapter):
         self._running.world.release("garbage")
 
 
+class FreesNever(FreesLate):
+    """I7: the memory of a destroyed unit is not freed."""
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        with SimAdapter.boundary(self, stages, timeout_s=timeout_s) as boundary:
+            yield boundary
+
+
 class ActsAnyTime(SimAdapter):
     """I8: primitives do not ask for a boundary."""
 
@@ -261,6 +270,7 @@ ADAPTERS = {
     "i11": Wrong(ServesOldWeights),
     "i12": Wrong(StaysStopped, wait_s=5.0),
     "i13": Wrong(SwitchesEarly),
+    "leaking": Wrong(FreesNever),
     "mute": Wrong(SaysNothing),
     "trusting": Wrong(TrustsTheLink),
     "forgetful": Wrong(LosesTheReceipt),
