@@ -145,10 +145,9 @@ class VerlHarness:
         if self._job is not None and self._algorithm == job.workload.algorithm:
             spoiled = self._job.spoiled
             try:
-                self._job.begin(usual, plan)
-            except BaseException as error:
-                self._end()
-                if not spoiled or not isinstance(error, Exception):
+                self._begin(self._job, usual, plan)
+            except Exception as error:
+                if not spoiled:
                     raise
                 print(f"verl is started anew: {type(error).__name__}: {error} ({spoiled})")
         else:
@@ -156,7 +155,7 @@ class VerlHarness:
         if self._job is None:
             self._algorithm = job.workload.algorithm
             self._job = Running(composed(self._stand.arguments(self._algorithm), _WIDE), usual)
-            self._job.begin(usual, plan)
+            self._begin(self._job, usual, plan)
         self._stand.again()
         if job != usual:
             self._job.attach(job)
@@ -269,6 +268,14 @@ class VerlHarness:
         self._opened = True
         open_transfers(config)
         self._node = ray.util.get_node_ip_address().strip("[]")
+
+    def _begin(self, running: Running, job: Job, plan: Plan) -> None:
+        """Bring what runs to a plan and its start; ends it where that fails."""
+        try:
+            running.begin(job, plan)
+        except BaseException:
+            self._end()
+            raise
 
     def _end(self) -> None:
         if self._job is not None:
