@@ -25,6 +25,16 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownFailure:
+    """Why a conformance case fails, and what it says when it does."""
+
+    reason: str
+    """With a link."""
+    says: str
+    """Regular expression, found in the text of the error that ends the case."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterDeclaration:
     """Name, backend requirement, capabilities, seams, known failures."""
 
@@ -39,5 +49,6 @@ class AdapterDeclaration:
     seams: tuple[Seam, ...] = ()
     tiers: tuple[str, ...] = ("contract",)
     """Conformance tiers the adapter has a harness for."""
-    known_failures: Mapping[str, str] = field(default_factory=dict)
-    """Conformance case -> reason with a link; such a case is a strict xfail."""
+    known_failures: Mapping[str, str | KnownFailure] = field(default_factory=dict)
+    """Conformance case -> reason with a link; such a case is a strict xfail, of any error where the
+    reason alone is given."""

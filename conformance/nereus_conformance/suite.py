@@ -22,7 +22,7 @@ from nereus_conformance import hookspecs
 from nereus_conformance.report import Report
 from nereus_core.backend_status import BackendStatus
 from nereus_core.capabilities import Capabilities, Feature, Level, Support
-from nereus_core.declaration import AdapterDeclaration
+from nereus_core.declaration import AdapterDeclaration, KnownFailure
 from nereus_core.errors import DevicesMissing, NereusError
 from nereus_core.harness import Harness, Tier
 from nereus_core.layout import Layout
@@ -162,8 +162,7 @@ class Suite:
             for need in needs:
                 self._expect(item, need)
             for known in {item.name, _case_name(item)} & set(self.declaration.known_failures):
-                reason = f"known failure: {self.declaration.known_failures[known]}"
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+                item.add_marker(_known(self.declaration.known_failures[known]))
 
     def _expect(self, item: pytest.Item, need: Need) -> None:
         support, name = self.support(need), name_of(need)
@@ -191,7 +190,7 @@ class Suite:
                     f"known_failures of {self.declaration.name!r} names {known!r}, "
                     "which is no case of this suite"
                 )
-            if not reason.strip():
+            if not (reason.reason if isinstance(reason, KnownFailure) else reason).strip():
                 raise pytest.UsageError(
                     f"known_failures of {self.declaration.name!r} gives no reason for {known!r}"
                 )
@@ -226,6 +225,14 @@ class Suite:
     def pytest_sessionfinish(self) -> None:
         """Write the JSON report."""
         self.report.write(self)
+
+
+def _known(failure: str | KnownFailure) -> pytest.MarkDecorator:
+    """Expect a case to fail, as it is said to where that is said."""
+    if isinstance(failure, str):
+        return pytest.mark.xfail(reason=f"known failure: {failure}", strict=True)
+    says = pytest.RaisesExc(match=failure.says)
+    return pytest.mark.xfail(reason=f"known failure: {failure.reason}", raises=says, strict=True)
 
 
 def name_of(need: Need) -> str:

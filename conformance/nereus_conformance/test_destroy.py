@@ -56,6 +56,29 @@ def test_memory_is_free_when_destroy_returns(arrange: Arranger, stage: Stage) ->
 
 
 @pytest.mark.needs(Kind.DESTROY)
+def test_memory_is_free_when_the_job_goes_on(arrange: Arranger, stage: Stage) -> None:
+    """I7: once relinked, nothing of a destroyed unit lies on its devices, nor after the next step.
+
+    If this fails, check what is kept for a way back, and what the next step brings up again.
+    """
+    subject = arrange(stage, num_units=2)
+    unit = subject.own()[1]
+    op = subject.destroy(unit)
+    before = subject.memory()
+    subject.transition(op)
+    linked = subject.memory()
+    subject.step()
+    stepped = subject.memory()
+    for device in unit.devices:
+        require(
+            before[device] > 0 and linked[device] == stepped[device] == 0,
+            "I7 released",
+            f"of {before[device]} bytes on {device} {linked[device]} lie there after {op} and "
+            f"relink, {stepped[device]} after the next step",
+        )
+
+
+@pytest.mark.needs(Kind.DESTROY)
 def test_destroy_of_the_last_unit_is_refused(arrange: Arranger, stage: Stage) -> None:
     """The only unit of a stage is not destroyed: its state would be gone.
 

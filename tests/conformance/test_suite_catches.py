@@ -157,6 +157,13 @@ def test_the_random_walk_finds_a_lost_child(held):
     assert held("i1", "random_walk").named("failed") == {"test_random_walk_agrees_with_the_model"}
 
 
+def test_memory_that_is_never_freed_shows_when_the_job_goes_on(held):
+    assert held("leaking", "memory_is_free").named("failed") == {
+        "test_memory_is_free_when_destroy_returns",
+        "test_memory_is_free_when_the_job_goes_on",
+    }
+
+
 def test_what_is_unsupported_is_skipped_and_its_refusal_is_tested(held):
     run = held("refuses", "test_split or test_refusals")
 
@@ -234,6 +241,20 @@ def test_a_known_failure_is_expected(held):
 
     assert run.code == 0, run.output[-4000:]
     assert run.named("expected") == {"test_replayed_op_returns_its_receipt"}
+
+
+def test_a_known_failure_is_expected_to_fail_as_it_is_said_to(held):
+    run = held("rightly_excused", "test_replayed_op_returns_its_receipt")
+
+    assert run.code == 0, run.output[-4000:]
+    assert run.named("expected") == {"test_replayed_op_returns_its_receipt"}
+
+
+def test_a_known_failure_that_fails_in_another_way_fails(held):
+    run = held("wrongly_excused", "test_replayed_op_returns_its_receipt")
+
+    assert run.code == 1
+    assert "I5 once" in run.output
 
 
 def test_a_known_failure_that_passes_fails(held):

@@ -21,7 +21,7 @@ from nereus_core.capabilities import (
     since,
     unsupported,
 )
-from nereus_core.declaration import AdapterDeclaration, Seam
+from nereus_core.declaration import AdapterDeclaration, KnownFailure, Seam
 from nereus_core.errors import DevicesBusy, Diverged, Unsupported
 from nereus_core.hookspecs import hookimpl
 from nereus_core.phases import Phase, PhaseHook
@@ -121,6 +121,15 @@ class FreesLate(SimAdapter):
         with super().boundary(stages, timeout_s=timeout_s) as boundary:
             yield boundary
         self._running.world.release("garbage")
+
+
+class FreesNever(FreesLate):
+    """I7: the memory of a destroyed unit is not freed."""
+
+    @contextmanager
+    def boundary(self, stages: Collection[ModelStage], *, timeout_s: float) -> Iterator[Boundary]:
+        with SimAdapter.boundary(self, stages, timeout_s=timeout_s) as boundary:
+            yield boundary
 
 
 class ActsAnyTime(SimAdapter):
@@ -236,7 +245,7 @@ class Wrong:
 
     adapter: type[SimAdapter]
     capabilities: Capabilities = field(default_factory=Capabilities.everything)
-    known_failures: Mapping[str, str] = field(default_factory=dict)
+    known_failures: Mapping[str, str | KnownFailure] = field(default_factory=dict)
     wait_s: float = 20.0
     requirement: str | None = None
     seams: tuple[Seam, ...] = ()
@@ -261,6 +270,7 @@ ADAPTERS = {
     "i11": Wrong(ServesOldWeights),
     "i12": Wrong(StaysStopped, wait_s=5.0),
     "i13": Wrong(SwitchesEarly),
+    "leaking": Wrong(FreesNever),
     "mute": Wrong(SaysNothing),
     "trusting": Wrong(TrustsTheLink),
     "forgetful": Wrong(LosesTheReceipt),
@@ -298,6 +308,18 @@ ADAPTERS = {
     ),
     "over_excused": Wrong(
         SimAdapter, known_failures={"test_replayed_op_returns_its_receipt[train]": "not so, #2"}
+    ),
+    "rightly_excused": Wrong(
+        ForgetsReceipts,
+        known_failures={
+            "test_replayed_op_returns_its_receipt": KnownFailure("not kept, #2", says="^I5 ")
+        },
+    ),
+    "wrongly_excused": Wrong(
+        ForgetsReceipts,
+        known_failures={
+            "test_replayed_op_returns_its_receipt": KnownFailure("not kept, #2", says="^I7 ")
+        },
     ),
     "misspelt": Wrong(SimAdapter, known_failures={"test_replayed_op_returns_a_receipt": "#2"}),
     "unexplained": Wrong(SimAdapter, known_failures={"test_elapsed_is_wall_seconds": " "}),

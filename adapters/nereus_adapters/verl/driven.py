@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +11,11 @@ import ray
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import behind, shards
 from nereus_adapters.verl.adapter import VerlAdapter
+from nereus_adapters.verl.fleet import Fleet, Seat
+from nereus_adapters.verl.paced import Paced
 from nereus_adapters.verl.standing import ROLES
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
-from nereus_core.errors import WaitTimeout
 from nereus_core.events import EventLog
 from nereus_core.plan import Plan
 from nereus_core.transition import compile_transition, execute
@@ -33,6 +32,8 @@ from nereus_core.workload import (
 DEVICES = 4
 WAIT_S = 120.0
 """For anything that a small job does; chosen, not measured."""
+STAND_S = 600.0
+"""That a case leaves a job between two steps at most; chosen, not measured."""
 POLL_S = 0.05
 """verl's replay buffer looks every 2 s whether a batch is there; chosen, not measured."""
 ROLE_OF = {stage: role for role, stage in ROLES.items()}
@@ -66,14 +67,17 @@ class Running:
         )
         self.moved = False
         """Whether its state is another than at the start."""
+        self.spoiled = ""
+        """What was done to it that a launch may not find a way back from; empty: nothing."""
         self.sample_ids: tuple[int, ...] = ()
+        """Of the batch that the last step returned; see `consumed`."""
+        self._submitted: dict[str, int] = {}
+        """Prompts that went to the rollout, in that order: verl's uid -> index in the data."""
         self._metrics: dict[str, Any] = {}
         self._batch: Any = None
-        self._turn: queue.Queue[bool] = queue.Queue()
-        self._stopped: queue.Queue[BaseException | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._fit: Paced | None = None
         self._wrap(config)
-        self._seats: dict[Device, Any] = {}
+        self._seats: dict[Device, Seat] = {}
         self.adapter = self.attach(job)
         workers = self.workers()
         first = min(workers)
@@ -105,8 +109,8 @@ class Running:
         }
         config = NereusConfig.of({"adapter": "verl", "mode": "adapt", "backend": backend})
         self.adapter = VerlAdapter(self.trainer, config)
-        self.adapter.fleet.take_in(self._seats)
-        self._seats = self.adapter.fleet.seats
+        _take_in(self.adapter.fleet, self._seats)
+        self._seats = _seats(self.adapter.fleet)
         return self.adapter
 
     def begin(self, job: Job, plan: Plan) -> None:
@@ -119,8 +123,9 @@ class Running:
             with self.adapter.boundary(job.workload.stages, timeout_s=WAIT_S):
                 execute(graph, self.adapter, log=EventLog(None, lambda: 0.0), timeout_s=WAIT_S)
                 self.adapter.relink(plan)
-        self._seats = self.adapter.fleet.seats
+        self._seats = _seats(self.adapter.fleet)
         if not self.moved:
+            self.spoiled = ""
             return
         linked = self.workers(self.adapter.linked.values())
         call_all(
@@ -129,7 +134,7 @@ class Running:
         )  # fmt: skip
         self.trainer.global_steps, self.trainer.train_dataloader_it = 0, None
         self.trainer.checkpoint_manager.update_weights(0)
-        self.moved = False
+        self.moved, self.spoiled = False, ""
 
     def _wrap(self, config: Any) -> None:
         """Let the trainer stand at its boundaries, and say what it consumes and where it is."""
@@ -137,19 +142,19 @@ class Running:
         sync, submit, step = trainer.on_step_end, trainer._submit_batch_to_rollout, trainer.step
 
         def on_step_end() -> Any:
-            self._stopped.put(None)
-            if not self._turn.get():
-                raise _Ended
+            assert self._fit is not None  # it is what calls this
+            self._fit.stand()
             return sync()
 
         def submitted(batch: Any) -> Any:
-            prompts = [int(index) for index in batch["index"]]
-            self.sample_ids = tuple(p * each + turn for p in prompts for turn in range(each))
+            indices = (int(index) for index in batch["index"])
+            self._submitted |= dict(zip(map(str, batch["uid"]), indices, strict=True))
             return submit(batch)
 
         def stepped(metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
             self._metrics = metrics
             self._batch = step(metrics, timing_raw)
+            self.sample_ids = consumed(self._batch, self._submitted, each)
             return self._batch
 
         trainer.on_step_end, trainer._submit_batch_to_rollout = on_step_end, submitted
@@ -166,35 +171,26 @@ class Running:
         return call
 
     def step(self) -> dict[str, Any]:
-        """Let ``fit`` go on to its next boundary; raises what it raises."""
+        """Let ``fit`` go on to its next boundary; raises as `Paced.turn` does."""
         self.moved = True
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._fit, name="verl's fit", daemon=True)
-            self._thread.start()
-        else:
-            self._turn.put(True)
+        if self._fit is None:
+            self._fit = Paced(self._run, "verl's fit", turn_s=WAIT_S, stand_s=STAND_S)
         try:
-            raised = self._stopped.get(timeout=WAIT_S)
-        except queue.Empty:
-            raise WaitTimeout("verl's step", WAIT_S) from None
-        if raised is not None:
-            raise raised
+            self._fit.turn()
+        except BaseException as error:
+            self.spoiled = f"a step raised {type(error).__name__}: {error}"
+            raise
         return self._metrics
 
-    def _fit(self) -> None:
-        try:
-            self.trainer.on_init_end()  # weights go to the rollout
-            self.trainer.fit(self._loops)
-        except _Ended:
-            pass
-        except BaseException as error:
-            self._stopped.put(error)
+    def _run(self, _: Paced) -> None:
+        self.trainer.on_init_end()  # weights go to the rollout
+        self.trainer.fit(self._loops)
 
     # --- Looking --------------------------------------------------------------------------------
 
     def workers(self, units: Iterable[Unit] | None = None) -> dict[Device, Any]:
         """Return worker processes by device: all, or those of some units."""
-        found = {device: seat.worker for device, seat in self.adapter.fleet.seats.items()}
+        found = {device: seat.worker for device, seat in _seats(self.adapter.fleet).items()}
         if units is None:
             return found
         return {d: found[d] for unit in units for d in unit.devices}
@@ -213,14 +209,11 @@ class Running:
 
     def _stop(self) -> None:
         """End ``fit`` where it stands, and forget the batch that it had."""
-        if self._thread is None:
+        if self._fit is None:
             return
-        if self._thread.is_alive():
-            self._turn.put(False)
-            self._thread.join(WAIT_S)
-        if self._thread.is_alive():
-            raise WaitTimeout("verl's fit to end", WAIT_S)
-        self._thread = None
+        self._fit.end()
+        self._fit = None
+        self._submitted.clear()
         if self._batch is not None:
             import transfer_queue
 
@@ -233,7 +226,7 @@ class Running:
         for unit in set(adapter.rollouts.replicas) - set(adapter.linked):
             adapter.rollouts.end(unit)
         call_all(self.workers(), _forget, awaited="staged states to go", timeout_s=WAIT_S)
-        self._seats |= adapter.fleet.seats
+        self._seats |= _seats(adapter.fleet)
 
     def end(self) -> None:
         """End everything of the job; Ray and verl's transfer queue stay."""
@@ -253,9 +246,39 @@ class Running:
                 ray.util.remove_placement_group(placement)
 
 
-class _Ended(BaseException):
-    """Raised in verl's ``fit`` to end it where it stands."""
+def consumed(batch: Any, submitted: Mapping[str, int], responses: int) -> tuple[int, ...]:
+    """Return a number for every response in a batch, in the order in which prompts were submitted.
+
+    verl's own order is that in which it balances lengths over the ranks of the moment.
+
+    Args:
+        batch: What verl's ``step`` returns: keys ``{uid}_{response}_{part}``, and a tag for each.
+        submitted: Index in the data by uid, in order.
+        responses: To each prompt.
+
+    Raises:
+        KeyError: a prompt that was never submitted.
+    """
+    order = {uid: place for place, uid in enumerate(submitted)}
+    keys = (
+        key.rsplit("_", 2)
+        for key, tag in zip(batch.keys, batch.tags, strict=True)
+        if not tag.get("is_padding", False)
+    )
+    found = sorted((order[uid], int(turn), submitted[uid]) for uid, turn, _ in keys)
+    return tuple(index * responses + turn for _, turn, index in found)
 
 
 def _forget(worker: Any) -> None:
     shards.staged(worker).clear()
+
+
+def _seats(fleet: Fleet) -> dict[Device, Seat]:
+    """Return worker processes by device."""
+    return dict(fleet._seats)
+
+
+def _take_in(fleet: Fleet, seats: Mapping[Device, Seat]) -> None:
+    """Let it know of parked processes that another started, where it has none; it keeps them."""
+    for device, seat in seats.items():
+        fleet._seats.setdefault(device, Seat(seat.worker, seat.name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -112,16 +112,6 @@ class Fleet:
         for device, name in zip(absent, group.worker_names, strict=True):
             self._seats[device] = Seat(fresh[device], name, group)
 
-    @property
-    def seats(self) -> dict[Device, Seat]:
-        """Worker processes by device."""
-        return dict(self._seats)
-
-    def take_in(self, seats: Mapping[Device, Seat]) -> None:
-        """Know of parked processes that another started, on devices that have none; to be kept."""
-        for device, seat in seats.items():
-            self._seats.setdefault(device, Seat(seat.worker, seat.name))
-
     def release(self, kept: Collection[Device]) -> None:
         """Give back to Ray the devices of groups that Nereus started and nobody uses any more."""
         groups = {id(s.group): s.group for s in self._seats.values() if s.group is not None}
@@ -131,11 +121,6 @@ class Fleet:
                 _end(group)
                 for device in members:
                     del self._seats[device]
-
-    @property
-    def parked(self) -> frozenset[Device]:
-        """Devices that have a process."""
-        return frozenset(self._seats)
 
 
 def _end(group: Any) -> None:

@@ -9,7 +9,7 @@ the CPU stand-ins of tests/support.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +21,7 @@ from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import behind
 from nereus_adapters.verl.adapter import VerlAdapter
 from nereus_adapters.verl.driven import DEVICES, ROLE_OF, WAIT_S, Running
+from nereus_adapters.verl.opening import close_transfers, composed, open_ray, open_transfers
 from nereus_adapters.verl.reading import workload_of
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
@@ -101,9 +102,12 @@ class VerlHarness:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> VerlHarness:
-        """Build it from the options of a run; raises ConfigError without ``stand``."""
-        if "stand" not in options:
-            raise ConfigError("--harness", "expected stand=MODULE, e.g. stand=verl_cpu.stand")
+        """Build it from the options of a run; raises ConfigError for any but ``stand``."""
+        if set(options) != {"stand"}:
+            got = " ".join(f"{key}={value}" for key, value in options.items()) or "nothing"
+            raise ConfigError(
+                "--harness", f"got {got}; expected stand=MODULE alone, e.g. stand=verl_cpu.stand"
+            )
         return cls(import_module(options["stand"]).stand())
 
     def job(self, algorithm: Algorithm = "grpo") -> Job:
@@ -131,24 +135,27 @@ class VerlHarness:
         """Start verl's trainer once for an algorithm; bring it to a plan, and to its first step.
 
         The plan is reached from the last one by the adapter's own transition: processes stay. Where
-        that fails, as after a case that failed, everything is started anew.
+        that fails, everything is started anew: quietly after a case that spoiled the job it had.
+        After any other it is a fault of the adapter's, and raised; the next launch starts anew.
         """
         if job.workload.asynchronous:
             raise Unsupported("an asynchronous job", "separate_async is observed only")
         self._open()
         usual = self.job(job.workload.algorithm)
         if self._job is not None and self._algorithm == job.workload.algorithm:
+            spoiled = self._job.spoiled
             try:
-                self._job.begin(usual, plan)
+                self._begin(self._job, usual, plan)
             except Exception as error:
-                print(f"verl is started anew: {type(error).__name__}: {error}")
-                self._end()
+                if not spoiled:
+                    raise
+                print(f"verl is started anew: {type(error).__name__}: {error} ({spoiled})")
         else:
             self._end()
         if self._job is None:
             self._algorithm = job.workload.algorithm
             self._job = Running(composed(self._stand.arguments(self._algorithm), _WIDE), usual)
-            self._job.begin(usual, plan)
+            self._begin(self._job, usual, plan)
         self._stand.again()
         if job != usual:
             self._job.attach(job)
@@ -161,7 +168,11 @@ class VerlHarness:
         return self._job
 
     def step(self) -> StepResult:
-        """Run one RL step, from where the last one stands to the next ``on_step_end``."""
+        """Run one RL step, from where the last one stands to the next ``on_step_end``.
+
+        A weight version is what the server itself says it has (verl's ``global_steps``), not a
+        comparison of tensors: at ``on_step_end`` the actor is a step ahead of what served.
+        """
         running = self._running
         with running.adapter.gate.step():
             metrics = running.step()
@@ -189,6 +200,7 @@ class VerlHarness:
         """Add one to a tensor on every rank of a unit."""
         assert unit.model_stage != ACTOR_GENERATE, "a server's weights are verl's own copy"
         self._running.moved = True
+        self._running.spoiled = f"{tensor} of {unit} was disturbed"
         self._on(unit, behind.disturb, tensor)
 
     def peek(self, unit: UnitId) -> Mapping[str, Array]:
@@ -219,6 +231,7 @@ class VerlHarness:
 
     def fail(self, device: Device) -> None:
         """Kill the worker process of a device."""
+        self._running.spoiled = f"the process on {device} was killed"
         ray.kill(self._running.workers()[device])
 
     def fail_at(self, fault: Fault, op_index: int, phase: Phase, device: Device | None) -> None:
@@ -226,15 +239,13 @@ class VerlHarness:
         raise Unsupported(f"a fault {fault} in {phase}", "verl's trainer ends with a lost rank")
 
     def close(self) -> None:
-        """End job, Ray and stand."""
-        self._end()
-        if self._opened:
-            import transfer_queue
-
-            with suppress(Exception):  # its actors go with Ray
-                transfer_queue.close()
-            ray.shutdown()
-        self._stand.close()
+        """End job, Ray and stand, each whatever becomes of the one before it."""
+        with ExitStack() as last_first:
+            last_first.callback(self._stand.close)
+            if self._opened:
+                last_first.callback(ray.shutdown)
+                last_first.callback(close_transfers)
+            last_first.callback(self._end)
 
     # --- Within ---------------------------------------------------------------------------------
 
@@ -252,38 +263,24 @@ class VerlHarness:
         """Start Ray and verl's transfer queue, as ``main_ppo`` does; once."""
         if self._opened:
             return
-        from omegaconf import OmegaConf
-        from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-
-        config = composed(self._stand.arguments("grpo"), [])
-        given = config.ray_kwargs.ray_init
-        runtime_env = OmegaConf.merge(
-            OmegaConf.create(get_ppo_ray_runtime_env(config)), given.get("runtime_env", {})
-        )
-        runtime_env.setdefault("env_vars", {})["TRANSFER_QUEUE_ENABLE"] = "1"
-        asked: Any = OmegaConf.to_container(
-            OmegaConf.create({**given, "runtime_env": runtime_env, "num_gpus": 2 * DEVICES}),
-            resolve=True,
-        )
-        ray.init(**asked)
+        config = composed(self._stand.arguments("grpo"))
+        open_ray(config, 2 * DEVICES)
         self._opened = True
-        import transfer_queue
-
-        config.transfer_queue.enable = True
-        OmegaConf.resolve(config)
-        transfer_queue.init(config.transfer_queue)
+        open_transfers(config)
         self._node = ray.util.get_node_ip_address().strip("[]")
+
+    def _begin(self, running: Running, job: Job, plan: Plan) -> None:
+        """Bring what runs to a plan and its start; ends it where that fails."""
+        try:
+            running.begin(job, plan)
+        except BaseException:
+            self._end()
+            raise
 
     def _end(self) -> None:
         if self._job is not None:
-            self._job.end()
-            self._job = None
-            self._stand.ended()
-
-
-def composed(arguments: Sequence[str], changes: Sequence[str]) -> Any:
-    """Compose verl's configuration, as ``main_ppo`` does from a command line."""
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*arguments, *changes])
+            job, self._job = self._job, None
+            try:
+                job.end()
+            finally:
+                self._stand.ended()

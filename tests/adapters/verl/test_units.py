@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
+from nereus_adapters.verl.harness import VerlHarness
 from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec, shared_out
@@ -266,3 +268,24 @@ def test_an_optimizer_without_steps_is_refused_by_name():
     optimizer.step()
     with pytest.raises(PrimitiveError, match="of weight has no step; expected Adam"):
         of_engine("actor", engine)
+
+
+def trained_on(*keys, padding=0):
+    tags = [{"is_padding": i >= len(keys) - padding} for i in range(len(keys))]
+    return SimpleNamespace(keys=list(keys), tags=tags)
+
+
+def test_samples_are_those_of_the_batch_that_was_trained_on():
+    submitted = {"b": 7, "a": 3}
+    whole = trained_on("a_1_0", "b_0_0", "a_0_0", "b_1_0", "a_0_0", padding=1)
+    assert consumed(whole, submitted, 2) == (14, 15, 6, 7)
+    assert consumed(trained_on("a_1_0", "b_0_0"), submitted, 2) == (14, 7)  # two are missing
+    assert consumed(trained_on("a_1_0", "a_1_0"), submitted, 2) == (7, 7)  # one is there twice
+    with pytest.raises(KeyError, match="c"):
+        consumed(trained_on("c_0_0"), submitted, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"stand": "nowhere", "pool": "ray"}, {"stnad": "nowhere"}])
+def test_options_that_the_harness_does_not_know_are_refused(options):
+    with pytest.raises(ConfigError, match="expected stand=MODULE alone"):
+        VerlHarness.of(options)

@@ -8,6 +8,10 @@ pytestmark = pytest.mark.real
 
 FIGURES = ("critic_loss", "values", "kl", "return")
 """The actor's loss is rounding: one step on what was just sampled, with normed advantages."""
+APART = 0.04
+"""As far as two runs of one job were seen to end apart, and a quarter of the sixth that a lost step
+is. Two runs whose responses happen to come in one order agree: what they differ by bounds nothing
+below this."""
 JOB = {
     "algo__advantage__estimator": "gae",
     "algo__advantage__is_correction_level": "off",
@@ -71,8 +75,8 @@ def test_a_changed_job_learns_what_a_fixed_one_learns(assets, recorded, tmp_path
         name: drift(assets / "model", tmp_path / "once/final", tmp_path / name / "final")
         for name in ("again", "changed")
     }
-    assert apart["changed"] <= 2 * apart["again"] + 1e-3, apart
+    assert apart["changed"] <= max(2 * apart["again"], APART), apart
     assert apart["changed"] < 1 / 12, apart
     own, between = gaps(once, changed), gaps(once, again)
     for figure in FIGURES:  # one pair of runs says roughly how large such differences are
-        assert own[figure] <= 4 * between[figure], (figure, own, between)
+        assert own[figure] <= max(4 * between[figure], APART), (figure, own, between)
