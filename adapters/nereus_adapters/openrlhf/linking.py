@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 from typing import NoReturn
 
 from ray.exceptions import RayError
@@ -19,8 +20,9 @@ from nereus_adapters.openrlhf.checks import refuse_indivisible
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.ray_calls import ask, outcome
-from nereus_core.errors import Infeasible, NereusError, TransitionFailed
-from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.errors import Infeasible, NereusError, NotAtBoundary, TransitionFailed
+from nereus_core.primitives import Primitive, created, ended, model_stage_of
+from nereus_core.units import Unit, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage
 
 FAILURES = (NereusError, RayError)
@@ -34,6 +36,7 @@ class Linking:
         self._lock = threading.RLock()
         self._parked: dict[ModelStage, Parked] = {}
         self._changed: set[ModelStage] = set()
+        self._boundary = 0
         self._linked = running.alive
         self._broken_by: Exception | None = None
         wanted = running.section.warm_engines
@@ -52,46 +55,87 @@ class Linking:
 
     def parked(self, stage: ModelStage) -> Parked | None:
         """Return what a stage has left in host memory; None while its group stands."""
-        return self._parked.get(stage)
+        return self._parked.get(stage) if stage in self._changed else None
 
-    def park(self, stage: ModelStage) -> int:
-        """Copy a group's state to host memory, once a transition; returns its bytes.
+    def enter(self) -> None:
+        """Begin a boundary; copies of groups that went on without it are worth nothing."""
+        with self._lock:
+            self._boundary += 1
+            self._drop_copies()
 
-        The group stands, and goes on where the primitive is not committed (`discard`).
+    def leave(self) -> None:
+        """Build what changed and end a boundary: a primitive that goes on later changes nothing.
+
+        What keeps the job from being linked is raised by what went wrong before.
         """
         with self._lock:
-            if stage == ACTOR_GENERATE or stage in self._parked:
-                return 0
-            parked = groups.hand_out(self._running, stage)
-            self._parked[stage] = parked
-            return parked.num_bytes
+            try:
+                if not self.broken:
+                    with suppress(NereusError):
+                        self.link()
+            finally:
+                self._boundary += 1
+                self._drop_copies()
 
-    def discard(self, stage: ModelStage) -> None:
-        """Forget the copy of a group that still stands."""
+    @property
+    def boundary(self) -> int:
+        """Number of the boundary that is open, for `park` and `commit`."""
+        return self._boundary
+
+    def park(self, op: Primitive, boundary: int) -> int:
+        """Copy a group's state to host memory, once a transition; returns its bytes.
+
+        The group stands, and goes on where no primitive is committed. Its copy stays until the job
+        is linked or the boundary ends: another primitive of the stage may count on it.
+
+        Raises:
+            NotAtBoundary: the boundary that the primitive began in has ended.
+        """
         with self._lock:
-            if stage not in self._changed:
-                self._parked.pop(stage, None)
+            self._require_open(op, boundary)
+            return self._copy(model_stage_of(op))
 
-    def vacate(self, stage: ModelStage) -> None:
-        """Free the memory of a group that was parked, once a transition."""
-        with self._lock:
-            if stage in self._changed:
-                return
-            self._changed.add(stage)
-            if stage != ACTOR_GENERATE:
-                groups.vacate(self._running, stage)
+    def commit(self, op: Primitive, boundary: int, resting: Collection[Unit] = ()) -> None:
+        """Free a group's memory, once a transition, and change the units that are alive.
 
-    def switch(self, ended: Collection[UnitId], made: Collection[Unit]) -> None:
-        """Change the units that are alive; engines without a unit end."""
+        Args:
+            op: The primitive; engines that it ends are shut down.
+            boundary: In which it began.
+            resting: Units that others may be made from, until the job is linked.
+
+        Raises:
+            NotAtBoundary: the boundary that the primitive began in has ended; nothing has changed.
+        """
         running = self._running
         with self._lock:
-            running.alive = running.alive.replace(ended, made)
+            self._require_open(op, boundary)
+            self._vacate(model_stage_of(op))
+            running.alive = running.alive.replace(ended(op), created(op))
             engines.stop(running, [u for u in running.engines if u not in running.alive])
+            self.resting = self.resting.replace((), resting)
 
-    def rest(self, unit: Unit) -> None:
-        """Let others be made from a unit that has ended, until the job is linked."""
-        with self._lock:
-            self.resting = self.resting.replace((), [unit])
+    def _require_open(self, op: Primitive, boundary: int) -> None:
+        if boundary != self._boundary:
+            raise NotAtBoundary(f"{op}, begun in a boundary that has ended, goes on", op)
+
+    def _copy(self, stage: ModelStage) -> int:
+        if stage == ACTOR_GENERATE or stage in self._parked:
+            return 0
+        parked = groups.hand_out(self._running, stage)
+        self._parked[stage] = parked
+        return parked.num_bytes
+
+    def _vacate(self, stage: ModelStage) -> None:
+        if stage in self._changed:
+            return
+        self._copy(stage)  # a look at the job may have dropped the copy
+        self._changed.add(stage)
+        if stage != ACTOR_GENERATE:
+            groups.vacate(self._running, stage)
+
+    def _drop_copies(self) -> None:
+        for stage in [s for s in self._parked if s not in self._changed]:
+            del self._parked[stage]
 
     def link(self) -> int:
         """Build what changed for the units alive; returns bytes of state that ranks took in.
@@ -99,8 +143,11 @@ class Linking:
         Raises:
             TransitionFailed: it could not be built; says whether the old layout is back.
         """
-        if not self._changed:
-            return 0
+        with self._lock:
+            self._drop_copies()
+            return self._link() if self._changed else 0
+
+    def _link(self) -> int:
         if self._broken_by is not None:  # somebody tries again what could not be built before
             self._back(self._broken_by, anew=True)
         try:
@@ -122,9 +169,7 @@ class Linking:
         if weights:
             engines.start_missing(self._running)  # they load while groups are built
         for stage in sorted(set(stages) - {ACTOR_GENERATE}):
-            # A stage whose parking failed still stands: it is built again when it is parked.
-            if (parked := self._parked.get(stage)) is not None:
-                taken += groups.seat(self._running, stage, parked)
+            taken += groups.seat(self._running, stage, self._parked[stage])
         if weights:
             engines.await_all(self._running)
             engines.tie(self._running)
@@ -165,7 +210,7 @@ class Linking:
     def _end_processes(self) -> None:
         """End every process of what changed, and let the rest come to itself."""
         running = self._running
-        for stage in sorted(self._changed.intersection(self._parked)):
+        for stage in sorted(self._changed - {ACTOR_GENERATE}):
             groups.kill(running, stage)
         if self._changed.isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
             return

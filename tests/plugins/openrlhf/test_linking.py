@@ -1,0 +1,181 @@
+"""What primitives of one stage share while groups are parked; OpenRLHF's groups are not there."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nereus_adapters.openrlhf import groups
+from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
+from nereus_adapters.openrlhf.facts import BackendSection
+from nereus_adapters.openrlhf.groups import Parked
+from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.openrlhf.signals import Signals
+from nereus_core.cluster import Cluster
+from nereus_core.device_specs import CPU_SEAT, LOOPBACK
+from nereus_core.errors import NotAtBoundary
+from nereus_core.gate import Gate
+from nereus_core.layout import Layout
+from nereus_core.phases import Phase
+from nereus_core.primitives import OpId, Split
+from nereus_core.sim.models import TINY
+from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.workload import ACTOR_TRAIN, FLOAT32, Job, grpo
+
+pytestmark = pytest.mark.real
+
+CLUSTER = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
+JOB = Job(grpo(), {"actor": TINY, "ref": TINY}, CLUSTER, 8, 8, 8, FLOAT32)
+ONE, TP2 = Layout(1), Layout(2)
+
+
+def unit(serial, layout, first):
+    devices = CLUSTER.devices[first : first + layout.tp]
+    return Unit(UnitId(ACTOR_TRAIN, serial), layout, devices)
+
+
+def split(serial, first):
+    into = (unit(10 + first, ONE, first), unit(11 + first, ONE, first + 1))
+    return Split(OpId(f"split {serial}"), UnitId(ACTOR_TRAIN, serial), into)
+
+
+A, B = split(0, 0), split(1, 2)
+
+
+class Stopped(Exception):
+    """Who watches ends a primitive."""
+
+
+class Group:
+    """What a group of the actor holds: a number, which is gone when its memory is freed."""
+
+    def __init__(self, monkeypatch):
+        self.holds, self.seated = 7, []
+        monkeypatch.setattr(groups, "hand_out", self.hand_out)
+        monkeypatch.setattr(groups, "vacate", self.vacate)
+        monkeypatch.setattr(groups, "seat", self.seat)
+        monkeypatch.setattr("nereus_adapters.openrlhf.engines.start_missing", lambda running: None)
+        monkeypatch.setattr("nereus_adapters.openrlhf.engines.await_all", lambda running: None)
+        monkeypatch.setattr("nereus_adapters.openrlhf.engines.tie", lambda running: None)
+        monkeypatch.setattr("nereus_adapters.openrlhf.linking.refuse_indivisible", lambda *_: None)
+
+    def hand_out(self, running, stage):
+        assert self.holds is not None
+        return Parked((), {"number": str(self.holds)})
+
+    def vacate(self, running, stage):
+        self.holds = None
+
+    def seat(self, running, stage, parked):
+        self.holds = int(parked.digests["number"])
+        self.seated.append([str(unit.id) for unit in running.alive.of(stage)])
+        return 0
+
+
+@pytest.fixture
+def group(monkeypatch):
+    return Group(monkeypatch)
+
+
+@pytest.fixture
+def adapter(group):
+    attributes = ("critic_model_group", "reference_model_group", "reward_model_group")
+    args = SimpleNamespace(ds=SimpleNamespace(zero_stage=2))
+    trainer = SimpleNamespace(actor_model_group=group, args=args, **dict.fromkeys(attributes))
+    running = Running(trainer, BackendSection(warm_engines=0), Gate(10.0), Signals())
+    running.bundles = {device: SimpleNamespace(pg="of the job") for device in CLUSTER.devices}
+    running.alive = UnitMap([unit(0, TP2, 0), unit(1, TP2, 2)])
+    supply = SimpleNamespace(gone=frozenset, leaving=frozenset)
+    return OpenRLHFAdapter(running, JOB, "0.11.0", supply)
+
+
+def at_boundary(adapter):
+    return adapter.boundary([ACTOR_TRAIN], timeout_s=10.0)
+
+
+@pytest.mark.parametrize("phase", [Phase.VERIFY, Phase.COMMIT])
+def test_one_primitive_that_is_not_committed_leaves_another_its_state(adapter, group, phase):
+    both_parked, a_has_ended = threading.Barrier(2, timeout=10), threading.Event()
+
+    def hook(op, at):
+        if at is Phase.VERIFY:
+            both_parked.wait()
+        if op is A and at is phase:
+            raise Stopped
+        if op is B and at is Phase.COMMIT:
+            assert a_has_ended.wait(10)
+
+    def perform_a():
+        with pytest.raises(Stopped):
+            adapter.perform(A)
+        a_has_ended.set()
+
+    adapter.watch(hook)
+    with at_boundary(adapter):
+        thread = threading.Thread(target=perform_a)
+        thread.start()
+        adapter.perform(B)
+        thread.join(10)
+        assert group.holds is None
+        assert A.parent in adapter.units()
+        assert B.parent not in adapter.units()
+    assert group.holds == 7
+    assert len(group.seated) == 1
+
+
+def test_a_copy_of_a_primitive_that_failed_is_not_taken_for_the_state_of_a_later_step(
+    adapter, group
+):
+    def hook(op, at):
+        if op is A and at is Phase.VERIFY:
+            raise Stopped
+
+    adapter.watch(hook)
+    with at_boundary(adapter), pytest.raises(Stopped):
+        adapter.perform(A)
+    group.holds = 8  # a step
+    with at_boundary(adapter):
+        adapter.perform(B)
+    assert group.holds == 8
+
+
+def test_a_primitive_that_outlives_its_boundary_changes_nothing_and_takes_no_copy(adapter, group):
+    stands, go_on, raised = threading.Event(), threading.Event(), []
+
+    def hook(op, at):
+        if op is A and at is Phase.COMMIT:
+            stands.set()
+            assert go_on.wait(10)
+
+    def perform_a():
+        with pytest.raises(NotAtBoundary, match="has ended") as info:
+            adapter.perform(A)
+        raised.append(info.value)
+
+    adapter.watch(hook)
+    with at_boundary(adapter):
+        thread = threading.Thread(target=perform_a)
+        thread.start()
+        assert stands.wait(10)
+    group.holds = 8  # a step
+    with at_boundary(adapter):
+        adapter._linking.park(B, adapter._linking.boundary)
+        go_on.set()
+        thread.join(10)
+        assert raised
+        assert A.parent in adapter.units()
+        adapter.perform(B)
+    assert group.holds == 8
+
+
+def test_a_look_between_parking_and_committing_costs_no_state(adapter, group):
+    def hook(op, at):
+        if at is Phase.COMMIT:
+            adapter._linking.link()
+
+    adapter.watch(hook)
+    with at_boundary(adapter):
+        adapter.perform(A)
+        adapter.perform(B)
+    assert group.holds == 7
+    assert sorted(group.seated[-1]) == sorted(str(u.id) for u in (*A.into, *B.into))
