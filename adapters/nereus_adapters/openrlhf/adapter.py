@@ -61,9 +61,9 @@ class OpenRLHFAdapter(LedgerAdapter):
         return alive.replace(ended, ())
 
     def observe(self) -> Observation:
-        """Drain what was heard since the last call."""
+        """Drain what was heard since the last call; what waits on devices asked back, ends."""
         heard = self._running.signals.drain()
-        self._running.leaving = self._supply.leaving()
+        self._linking.heed(self._supply.leaving())
         return Observation(
             step=heard.step,
             step_s=heard.step_s,

@@ -20,6 +20,7 @@ from nereus_adapters.openrlhf.checks import refuse_indivisible
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.ray_calls import ask, outcome
+from nereus_core.cluster import Device
 from nereus_core.errors import Infeasible, NereusError, NotAtBoundary, TransitionFailed
 from nereus_core.primitives import Primitive, created, ended, model_stage_of
 from nereus_core.units import Unit, UnitMap
@@ -37,6 +38,7 @@ class Linking:
         self._parked: dict[ModelStage, Parked] = {}
         self._changed: set[ModelStage] = set()
         self._boundary = 0
+        self._warms = False
         self._linked = running.alive
         self._broken_by: Exception | None = None
         wanted = running.section.warm_engines
@@ -50,8 +52,22 @@ class Linking:
         return self._broken_by is not None
 
     def warm(self) -> None:
-        """Have seats wait for engines to come."""
+        """Have seats wait for engines to come, from now on."""
+        self._warms = True
         warm.replenish(self._running, self._num_seats)
+
+    def heed(self, leaving: frozenset[Device]) -> None:
+        """Leave no process that waits for a unit on devices that are asked back.
+
+        Where a change has not been linked yet, linking does.
+        """
+        with self._lock:
+            before, self._running.leaving = self._running.leaving, leaving
+            if leaving == before or self._changed:
+                return
+            groups.retire(self._running)
+            if self._warms:
+                self.warm()
 
     def parked(self, stage: ModelStage) -> Parked | None:
         """Return what a stage has left in host memory; None while its group stands."""

@@ -86,6 +86,7 @@ def adapter(group):
     running.bundles = {device: SimpleNamespace(pg="of the job") for device in CLUSTER.devices}
     running.alive = UnitMap([unit(0, TP2, 0), unit(1, TP2, 2)])
     supply = SimpleNamespace(gone=frozenset, leaving=frozenset)
+    running.ranks = {(ACTOR_TRAIN, device): str(device) for device in CLUSTER.devices}
     return OpenRLHFAdapter(running, JOB, "0.11.0", supply)
 
 
@@ -179,3 +180,14 @@ def test_a_look_between_parking_and_committing_costs_no_state(adapter, group):
         adapter.perform(B)
     assert group.holds == 7
     assert sorted(group.seated[-1]) == sorted(str(u.id) for u in (*A.into, *B.into))
+
+
+def test_a_rank_without_a_unit_ends_when_its_device_is_asked_back(adapter, monkeypatch):
+    ended, running = [], adapter._running
+    monkeypatch.setattr(groups.ray, "kill", ended.append)
+    running.alive = running.alive.replace([B.parent], ())
+    adapter._supply.leaving = lambda: frozenset(CLUSTER.devices[1:3])
+    assert adapter.observe().draining == frozenset(CLUSTER.devices[1:3])
+    assert ended == [str(CLUSTER.devices[2])]
+    adapter.observe()
+    assert len(ended) == 1
