@@ -23,7 +23,7 @@ from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.phases import Enter, Phase
 from nereus_core.plan import Plan
 from nereus_core.primitives import Destroy, Primitive
-from nereus_core.units import UnitId, UnitMap
+from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
 
@@ -59,6 +59,10 @@ class OpenRLHFAdapter(LedgerAdapter):
         broken = {unit.model_stage for unit in lost if unit.model_stage.stage is Stage.TRAIN}
         ended = [u for u in alive if u.model_stage in broken or alive[u] in lost]
         return alive.replace(ended, ())
+
+    def _lost(self) -> list[Unit]:
+        units = self.units()
+        return [unit for unit in self._running.alive.values() if unit.id not in units]
 
     def observe(self) -> Observation:
         """Drain what was heard since the last call; what waits on devices asked back, ends."""
@@ -119,8 +123,8 @@ class OpenRLHFAdapter(LedgerAdapter):
         held = self._running.gate.close_on(stages, timeout_s)
         try:
             with lock.held(self._running.trainer, stages, timeout_s):
-                self._linking.enter()
                 try:
+                    self._linking.enter(self._lost())
                     yield Boundary(held, self._running.signals.step + 1)
                 finally:
                     self._linking.leave()
@@ -134,15 +138,16 @@ class OpenRLHFAdapter(LedgerAdapter):
             PlanError: the units alive are not the plan's.
             TransitionFailed: it could not be built; says whether the old layout is back.
         """
-        require_plan(plan, self._job, self._running.alive)
+        require_plan(plan, self.job(), self.units())
         self._linking.link()
 
     # --- Primitives -----------------------------------------------------------------------------
 
     def _standing(self) -> Standing:
-        gate = self._running.gate
-        units, resting = self._running.alive, self._linking.resting
-        return Standing(self._job, units, gate.held, gate.inside, resting)
+        gate, lost = self._running.gate, [unit.id for unit in self._lost()]
+        return Standing(
+            self.job(), self.units(), gate.held, gate.inside, self._linking.resting, lost
+        )
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         boundary = self._linking.boundary

@@ -7,7 +7,7 @@ trainer share it. Its ranks' processes stay too; ranks that are left over wait w
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.ray_calls import ask, inside, outcome
 from nereus_core.cluster import Device
 from nereus_core.errors import StateDiffers, WaitTimeout
+from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER, ModelStage, Stage
 
 SHARE = 0.2
@@ -170,6 +171,14 @@ def kill(running: Running, stage: ModelStage) -> None:
     for key in [k for k in running.ranks if k[0] == stage]:
         ray.kill(running.ranks.pop(key))
         running.whole.discard(key)
+
+
+def forget(running: Running, lost: Collection[Unit]) -> None:
+    """End what ranks are left of units that a device took with it; waits for none."""
+    for stage, device in [(unit.model_stage, d) for unit in lost for d in unit.devices]:
+        if (rank := running.ranks.pop((stage, device), None)) is not None:
+            ray.kill(rank)
+            running.whole.discard((stage, device))
 
 
 def retire(running: Running) -> None:

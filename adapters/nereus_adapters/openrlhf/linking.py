@@ -24,7 +24,7 @@ from nereus_core.cluster import Device
 from nereus_core.errors import Infeasible, NereusError, NotAtBoundary, TransitionFailed
 from nereus_core.primitives import Primitive, created, ended, model_stage_of
 from nereus_core.units import Unit, UnitMap
-from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
 FAILURES = (NereusError, RayError)
 
@@ -73,11 +73,26 @@ class Linking:
         """Return what a stage has left in host memory; None while its group stands."""
         return self._parked.get(stage) if stage in self._changed else None
 
-    def enter(self) -> None:
-        """Begin a boundary; copies of groups that went on without it are worth nothing."""
+    def enter(self, lost: Collection[Unit]) -> None:
+        """Begin a boundary; copies of groups that went on without it are worth nothing.
+
+        Args:
+            lost: Units that a device took with it. What is left of their stages is linked anew; a
+                stage that trains has lost state, and stays as it is.
+        """
+        running = self._running
         with self._lock:
             self._boundary += 1
             self._drop_copies()
+            lost = [unit for unit in lost if unit.model_stage.stage is not Stage.TRAIN]
+            ids = [unit.id for unit in lost]
+            engines.forget(running, ids)
+            groups.forget(running, lost)
+            running.alive = running.alive.replace(ids, ())
+            self._linked = self._linked.replace(ids, ())
+            for stage in sorted({unit.model_stage for unit in lost}):
+                if running.alive.of(stage):
+                    self._vacate(stage)
 
     def leave(self) -> None:
         """Build what changed and end a boundary: a primitive that goes on later changes nothing.

@@ -13,14 +13,15 @@ from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.signals import Signals
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
-from nereus_core.errors import NotAtBoundary
+from nereus_core.errors import NotAtBoundary, PlanError, UnitLost
 from nereus_core.gate import Gate
 from nereus_core.layout import Layout
 from nereus_core.phases import Phase
-from nereus_core.primitives import OpId, Split
+from nereus_core.plan import Placement, Plan
+from nereus_core.primitives import Destroy, OpId, Split
 from nereus_core.sim.models import TINY
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ACTOR_TRAIN, FLOAT32, Job, grpo
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, FLOAT32, Job, grpo
 
 pytestmark = pytest.mark.real
 
@@ -191,3 +192,34 @@ def test_a_rank_without_a_unit_ends_when_its_device_is_asked_back(adapter, monke
     assert ended == [str(CLUSTER.devices[2])]
     adapter.observe()
     assert len(ended) == 1
+
+
+def test_engines_of_a_lost_node_are_dropped_unasked_and_the_others_are_tied(adapter, monkeypatch):
+    killed, tied, running = [], [], adapter._running
+    engines = "nereus_adapters.openrlhf.engines"
+    monkeypatch.setattr(f"{engines}.ray.kill", killed.append)
+    monkeypatch.setattr(f"{engines}.tie", lambda now: tied.append(list(now.engines.values())))
+    pair = [Unit(UnitId(ACTOR_GENERATE, n), ONE, (CLUSTER.devices[n],)) for n in (0, 1)]
+    (train,) = made = [unit(0, TP2, 2)]
+    running.alive = UnitMap([*made, *pair])
+    adapter._linking._linked = running.alive
+    running.engines = {one.id: f"engine {one.id.serial}" for one in pair}
+    adapter._supply.gone = lambda: frozenset(CLUSTER.devices[:1])
+
+    assert pair[0].id not in adapter.units()
+    with adapter.boundary([ACTOR_TRAIN, ACTOR_GENERATE], timeout_s=10.0):
+        assert killed == ["engine 0"]
+    assert tied == [["engine 1"]]
+    assert list(running.alive) == [pair[1].id, train.id]
+
+
+def test_a_lost_rank_of_a_group_that_trains_is_named(adapter, group):
+    adapter._supply.gone = lambda: frozenset(CLUSTER.devices[:1])
+    held = Plan({ACTOR_TRAIN: Placement(TP2, (CLUSTER.devices[:2], CLUSTER.devices[2:]))})
+    with at_boundary(adapter):
+        with pytest.raises(UnitLost, match=str(A.parent)):
+            adapter.perform(A)
+        with pytest.raises(UnitLost, match=str(B.parent)):
+            adapter.perform(Destroy(OpId("end"), B.parent))
+        with pytest.raises(PlanError):
+            adapter.relink(held)
