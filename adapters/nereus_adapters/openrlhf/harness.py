@@ -70,7 +70,8 @@ class _Idle:
 
     tp: int
     handle: Any
-    seat: Seat
+    seat: Seat | None
+    """None for one that OpenRLHF's own way started: after a way back."""
 
 
 class OpenRLHFHarness:
@@ -133,11 +134,15 @@ class OpenRLHFHarness:
             raise Unsupported(f"{plan}", "OpenRLHF has no pipeline parallelism")
         with quiet():
             try:
-                self._release()
-                self._start(job, plan)
-            except FAILURES:
+                try:
+                    self._release()
+                    self._start(job, plan)
+                except FAILURES:
+                    self._end_processes()
+                    self._start(job, plan)
+            except BaseException:
                 self._end_processes()
-                self._start(job, plan)
+                raise
         self._trained = [self._weights_of_actor()]
         assert self._adapter is not None
         return self._adapter
@@ -155,8 +160,8 @@ class OpenRLHFHarness:
             tp = running.alive[unit].layout.tp if unit in running.alive else 0
             have = sum(one.tp == tp for one in self._idle)
             if have < _MOST_IDLE.get(tp, 0) and unit not in running.opening:
-                self._idle.append(_Idle(tp, handle, running.seated[unit]))
-                del running.engines[unit], running.seated[unit]
+                self._idle.append(_Idle(tp, handle, running.seated.pop(unit, None)))
+                del running.engines[unit]
             else:
                 ended.append(unit)
         engines.stop(running, ended)
@@ -192,7 +197,9 @@ class OpenRLHFHarness:
             found = next((one for one in self._idle if one.tp == unit.layout.tp), None)
             if found is not None:
                 self._idle.remove(found)
-                running.engines[unit.id], running.seated[unit.id] = found.handle, found.seat
+                running.engines[unit.id] = found.handle
+                if found.seat is not None:
+                    running.seated[unit.id] = found.seat
         engines.start_missing(running)
         for stage in running.groups:
             groups.seat(running, stage, Parked())
