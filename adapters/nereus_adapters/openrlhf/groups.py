@@ -150,7 +150,8 @@ def _start(running: Running, stage: ModelStage, device: Device, rank: int, world
             running.whole.discard(seat)
     bundle = running.bundles[device]
     if bundle.pg is None:
-        bundle = running.bundles[device] = _reserved(running)
+        bundle = running.bundles[device] = _reserved(device)
+        outcome(bundle.pg.ready(), f"{device}, which an actor has left", running.section.start_s)
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=bundle.pg, placement_group_bundle_index=bundle.index
     )
@@ -159,10 +160,12 @@ def _start(running: Running, stage: ModelStage, device: Device, rank: int, world
     return started.remote(world, rank, "127.0.0.1", 1)
 
 
-def _reserved(running: Running) -> Bundle:
-    """Reserve a device that a single actor, which Ray placed without a group, has left."""
-    pg = placement_group([{"GPU": 1, "CPU": 1}])
-    outcome(pg.ready(), "a device that an actor has left", running.section.start_s)
+def _reserved(device: Device) -> Bundle:
+    """Ask for a device on which a single actor was that Ray placed without a group; does not wait.
+
+    Of the node's devices Ray gives one that is free; its own name for a node is a resource there.
+    """
+    pg = placement_group([{"GPU": 1, "CPU": 1, f"node:{device.node}": 0.001}])
     return Bundle(pg, 0)
 
 
@@ -185,6 +188,8 @@ def retire(running: Running) -> None:
     """End processes that wait on devices which are to be left; Ray keeps their place."""
     for stage, device in [k for k in running.ranks if k[1] in running.leaving]:
         if device not in running.devices_of(stage):
+            if running.bundles[device].pg is None:  # else whoever waits for a device gets it
+                running.bundles[device] = _reserved(device)
             ray.kill(running.ranks.pop((stage, device)))
             running.whole.discard((stage, device))
 

@@ -10,6 +10,7 @@ from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.facts import BackendSection
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
+from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.openrlhf.signals import Signals
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
@@ -184,12 +185,17 @@ def test_a_look_between_parking_and_committing_costs_no_state(adapter, group):
 
 
 def test_a_rank_without_a_unit_ends_when_its_device_is_asked_back(adapter, monkeypatch):
-    ended, running = [], adapter._running
+    """Ray keeps its place, also where the rank was in no placement group."""
+    ended, asked, running = [], [], adapter._running
     monkeypatch.setattr(groups.ray, "kill", ended.append)
+    monkeypatch.setattr(groups, "placement_group", lambda bundles: asked.extend(bundles) or "new")
+    running.bundles[CLUSTER.devices[2]] = Bundle(None, 0)
     running.alive = running.alive.replace([B.parent], ())
     adapter._supply.leaving = lambda: frozenset(CLUSTER.devices[1:3])
     assert adapter.observe().draining == frozenset(CLUSTER.devices[1:3])
     assert ended == [str(CLUSTER.devices[2])]
+    assert asked == [{"GPU": 1, "CPU": 1, f"node:{CLUSTER.devices[2].node}": 0.001}]
+    assert running.bundles[CLUSTER.devices[2]].pg == "new"
     adapter.observe()
     assert len(ended) == 1
 
