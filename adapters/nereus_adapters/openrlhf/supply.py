@@ -80,7 +80,9 @@ class Supply:
 
             ids = frozenset(state.get_draining_nodes())
         except (ImportError, AttributeError) as error:
-            self._warn("this Ray does not tell which nodes drain (%s); the file is looked at", error)
+            self._warn(
+                "this Ray does not tell which nodes drain (%s); the file is looked at", error
+            )
             return frozenset()
         if not ids:
             return frozenset()
