@@ -81,7 +81,7 @@ class Supply:
             ids = frozenset(state.get_draining_nodes())
         except (ImportError, AttributeError) as error:
             self._warn(
-                "this Ray does not tell which nodes drain (%s); the file is looked at", error
+                "this Ray does not tell which nodes drain (%s): the file counts", error
             )
             return frozenset()
         if not ids:
