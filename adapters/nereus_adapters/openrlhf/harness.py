@@ -271,8 +271,9 @@ class OpenRLHFHarness:
         )
 
     def _weights_of_actor(self) -> dict[str, Array]:
+        """Return what the actor computes with, which is what engines are given."""
         (first, *_) = self.running_job.alive.of(ACTOR_TRAIN)
-        return {k: v for k, v in self._parts(first).items() if k.startswith("param/")}
+        return self._parts_of_ranks(first, trained=False)
 
     def _versions(self) -> dict[UnitId, int]:
         """Tell, by its own weights, which of the actor's weights each engine serves; -1: none."""
@@ -310,13 +311,17 @@ class OpenRLHFHarness:
             function = harness_behind.worker_parts
             parts = harness_behind.ask_workers(running.engines[unit.id], function, _WAIT_S)
             return harness_behind.put_together([pickle.loads(part) for part in parts])
-        moments = stage.stage is Stage.TRAIN
-        handles = running.handles(stage) if moments else [
+        return self._parts_of_ranks(unit, trained=stage.stage is Stage.TRAIN)
+
+    def _parts_of_ranks(self, unit: Unit, *, trained: bool) -> dict[str, Array]:
+        running, stage = self.running_job, unit.id.model_stage
+        # Where ZeRO shares state out, all of the group have to take part.
+        handles = running.handles(stage) if trained else [
             running.ranks[stage, device] for device in unit.devices
         ]  # fmt: skip
-        found = ask(handles, harness_behind.parts_of, moments, awaited=f"state of {stage}",
+        found = ask(handles, harness_behind.parts_of, trained, awaited=f"state of {stage}",
                     timeout_s=_WAIT_S)  # fmt: skip
-        if moments:
+        if trained:
             at = running.devices_of(stage).index(unit.devices[0])
             found = found[at : at + len(unit.devices)]
         return harness_behind.put_together(found)

@@ -53,13 +53,16 @@ def settle(actor: Any) -> None:
         pass
 
 
-def parts_of(actor: Any, moments: bool) -> dict[str, Part]:
+def parts_of(actor: Any, trained: bool) -> dict[str, Part]:
     """Return ``slot/tensor`` of a rank, each whole but for the cut of AutoTP.
 
-    Collective over the group where moments are asked for: ZeRO shares them out.
+    Args:
+        actor: OpenRLHF's actor.
+        trained: Parameters are fp32 masters, and there are moments. Collective over the group then:
+            ZeRO shares them out. Else parameters are what the model computes with.
     """
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-    from deepspeed.utils import safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     engine = engine_of(actor)
     tp = actor.strategy.ds_tensor_parallel_size
@@ -67,8 +70,9 @@ def parts_of(actor: Any, moments: bool) -> dict[str, Part]:
     for name, param in engine.module.named_parameters():
         meta = getattr(param, DS_AUTOTP_UC_META, None) or {}
         dim = None if tp == 1 or meta.get("replicated") else meta.get("partition_dim")
-        found[f"param/{name}"] = Part(_bits(param), dim)
-        for slot in _MOMENTS if moments else ():
+        whole = safe_get_full_fp32_param(param) if trained else param
+        found[f"param/{name}"] = Part(_bits(whole), dim)
+        for slot in _MOMENTS if trained else ():
             whole = safe_get_full_optimizer_state(param, slot)
             found[f"{slot}/{name}"] = Part(_bits(whole), dim)
     return found
