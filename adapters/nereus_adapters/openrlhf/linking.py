@@ -16,7 +16,7 @@ from typing import NoReturn
 from ray.exceptions import RayError
 
 from nereus_adapters.openrlhf import engines, groups, ranks, warm
-from nereus_adapters.openrlhf.checks import refuse_indivisible
+from nereus_adapters.openrlhf.checks import refuse_unbuildable
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.ray_calls import ask, outcome
@@ -182,7 +182,7 @@ class Linking:
         if self._broken_by is not None:  # somebody tries again what could not be built before
             self._back(self._broken_by, anew=True)
         try:
-            refuse_indivisible(self._running, self._job)
+            refuse_unbuildable(self._running, self._job)
         except Infeasible as error:
             self._back(error, anew=False)
         try:

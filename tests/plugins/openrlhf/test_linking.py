@@ -14,7 +14,7 @@ from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.openrlhf.signals import Signals
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
-from nereus_core.errors import NotAtBoundary, PlanError, UnitLost
+from nereus_core.errors import NotAtBoundary, PlanError, TransitionFailed, UnitLost
 from nereus_core.gate import Gate
 from nereus_core.layout import Layout
 from nereus_core.phases import Phase
@@ -59,7 +59,6 @@ class Group:
         monkeypatch.setattr("nereus_adapters.openrlhf.engines.start_missing", lambda running: None)
         monkeypatch.setattr("nereus_adapters.openrlhf.engines.await_all", lambda running: None)
         monkeypatch.setattr("nereus_adapters.openrlhf.engines.tie", lambda running: None)
-        monkeypatch.setattr("nereus_adapters.openrlhf.linking.refuse_indivisible", lambda *_: None)
 
     def hand_out(self, running, stage):
         assert self.holds is not None
@@ -82,7 +81,11 @@ def group(monkeypatch):
 @pytest.fixture
 def adapter(group):
     attributes = ("critic_model_group", "reference_model_group", "reward_model_group")
-    args = SimpleNamespace(ds=SimpleNamespace(zero_stage=2))
+    args = SimpleNamespace(
+        ds=SimpleNamespace(zero_stage=2),
+        train=SimpleNamespace(batch_size=8, micro_batch_size=1),
+        rollout=SimpleNamespace(micro_batch_size=1),
+    )
     trainer = SimpleNamespace(actor_model_group=group, args=args, **dict.fromkeys(attributes))
     running = Running(trainer, BackendSection(warm_engines=0), Gate(10.0), Signals())
     running.bundles = {device: SimpleNamespace(pg="of the job") for device in CLUSTER.devices}
@@ -123,7 +126,9 @@ def test_one_primitive_that_is_not_committed_leaves_another_its_state(adapter, g
         assert A.parent in adapter.units()
         assert B.parent not in adapter.units()
     assert group.holds == 7
-    assert len(group.seated) == 1
+    # units of two layouts are no group of OpenRLHF: what was there is back
+    assert group.seated == [[str(A.parent), str(B.parent)]]
+    assert list(adapter.units()) == [A.parent, B.parent]
 
 
 def test_a_copy_of_a_primitive_that_failed_is_not_taken_for_the_state_of_a_later_step(
@@ -140,6 +145,15 @@ def test_a_copy_of_a_primitive_that_failed_is_not_taken_for_the_state_of_a_later
     with at_boundary(adapter):
         adapter.perform(B)
     assert group.holds == 8
+
+
+def test_units_of_two_layouts_are_refused_before_a_group_is_built(adapter, group):
+    with at_boundary(adapter):
+        adapter.perform(A)
+        with pytest.raises(TransitionFailed, match="have one layout"):
+            adapter._linking.link()
+        assert group.seated == [[str(A.parent), str(B.parent)]]
+    assert list(adapter.units()) == [A.parent, B.parent]
 
 
 def test_a_primitive_that_outlives_its_boundary_changes_nothing_and_takes_no_copy(adapter, group):
@@ -173,7 +187,7 @@ def test_a_primitive_that_outlives_its_boundary_changes_nothing_and_takes_no_cop
 
 def test_a_look_between_parking_and_committing_costs_no_state(adapter, group):
     def hook(op, at):
-        if at is Phase.COMMIT:
+        if at is Phase.COMMIT and op is A:
             adapter._linking.link()
 
     adapter.watch(hook)
