@@ -7,6 +7,7 @@ where they lie, an engine's weights are read from the modules that it computes w
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,17 +89,31 @@ def disturbed(actor: Any, slot: str, name: str) -> None:
 
 
 def state_bytes(actor: Any) -> int:
-    """Count the bytes of a rank's weights, masters and moments, once per storage."""
+    """Count the bytes of a rank's weights, masters and moments, once per storage.
+
+    A rank that has left its group should hold none: there, every tensor that Python knows counts.
+    """
     if not any(hasattr(actor, name) for name in ("actor", "critic", "model")):
-        return 0
+        return _bytes_of(_every_tensor())
     engine = engine_of(actor)
     tensors = list(engine.module.parameters())
     inner: Any = getattr(getattr(engine, "optimizer", None), "optimizer", None)
     if hasattr(inner, "state"):  # a model that is not trained has a dummy of DeepSpeed's
         tensors += [p for group in inner.param_groups for p in group["params"]]
         tensors += [state[slot] for state in inner.state.values() for slot in _MOMENTS]
+    return _bytes_of(tensors)
+
+
+def _bytes_of(tensors: Sequence[Any]) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def _every_tensor() -> list[Any]:
+    import torch
+
+    # by type alone: isinstance asks proxies for what they stand for, and that imports modules
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 # --- Engines --------------------------------------------------------------------------------------
