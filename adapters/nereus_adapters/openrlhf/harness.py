@@ -27,7 +27,15 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group
 
-from nereus_adapters.openrlhf import engines, facts, groups, harness_assets, harness_behind, ranks
+from nereus_adapters.openrlhf import (
+    CAPABILITIES,
+    engines,
+    facts,
+    groups,
+    harness_assets,
+    harness_behind,
+    ranks,
+)
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.experience import per_group
 from nereus_adapters.openrlhf.groups import Parked
@@ -39,6 +47,7 @@ from nereus_adapters.openrlhf.signals import Signals
 from nereus_adapters.openrlhf.supply import FILE, Supply
 from nereus_adapters.openrlhf.warm import Seat
 from nereus_adapters.ray_calls import ask, outcome
+from nereus_core.capabilities import Feature
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import Unsupported
@@ -129,7 +138,8 @@ class OpenRLHFHarness:
             Unsupported: the job is asynchronous, or has pipelines.
         """
         if job.workload.asynchronous:
-            raise Unsupported("an asynchronous job", "the harness has OpenRLHF's PPOTrainer")
+            why = CAPABILITIES.features[Feature.ASYNC_BOUNDARY].reason
+            raise Unsupported("a boundary amid generation of an asynchronous job", why)
         if any(placement.layout.pp > 1 for placement in plan.values()):
             raise Unsupported(f"{plan}", "OpenRLHF has no pipeline parallelism")
         with quiet():

@@ -80,9 +80,7 @@ class Supply:
 
             ids = frozenset(state.get_draining_nodes())
         except (ImportError, AttributeError) as error:
-            self._warn(
-                "this Ray does not tell which nodes drain (%s): the file counts", error
-            )
+            self._warn("this Ray does not tell which nodes drain (%s): the file counts", error)
             return frozenset()
         if not ids:
             return frozenset()
