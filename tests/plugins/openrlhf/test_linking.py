@@ -4,11 +4,13 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nereus_adapters.openrlhf import groups
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.facts import BackendSection
 from nereus_adapters.openrlhf.groups import Parked
+from nereus_adapters.openrlhf.harness_behind import state_bytes
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.openrlhf.signals import Signals
@@ -243,3 +245,12 @@ def test_a_lost_rank_of_a_group_that_trains_is_named(adapter, group):
             adapter.perform(Destroy(OpId("end"), B.parent))
         with pytest.raises(PlanError):
             adapter.relink(held)
+
+
+def test_the_harness_counts_what_a_rank_that_left_still_holds_once_per_storage():
+    rank, before = SimpleNamespace(), state_bytes(SimpleNamespace())
+    kept = torch.zeros(1000)
+    held = [kept, kept[10:]]
+    assert state_bytes(rank) - before == 4000
+    del kept, held
+    assert state_bytes(rank) == before
