@@ -39,8 +39,8 @@ CAPABILITIES = Capabilities(
         Feature.CONCURRENT_PRIMITIVES: full(),
         Feature.COLOCATED_STAGES: full(),
         Feature.ASYNC_BOUNDARY: unsupported(
-            "OpenRLHF holds the lock of its engines for a whole rollout, and a boundary that "
-            "changes engines or their weights waits for it"
+            "asynchronous jobs are changed too, but OpenRLHF holds the lock of its engines for a "
+            "whole rollout: a boundary that holds them or the actor opens when the rollout ends"
         ),
         Feature.PIPELINE_STAGES: unsupported("OpenRLHF has no pipeline parallelism"),
         Feature.PARTIAL_ROLLOUT: unsupported("requests are drained before engines change"),
@@ -61,7 +61,8 @@ KNOWN_FAILURES = {
         "ZeRO shares moments out among units: with one more, the source holds less"
     ),
     "test_split_that_exceeds_memory_is_infeasible_before_it_starts": (
-        "under ZeRO two children share their moments, and fit in nine tenths of what one holds"
+        "the adapter compares no primitive with a device's memory: that is the planner's business; "
+        "and under ZeRO two children share their moments, and fit in what this case leaves them"
     ),
     "test_moved_bytes_equal_the_planned_routes": (
         "a group's state goes through host memory: all of it moves, whatever stays where it was"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from nereus_adapters.openrlhf import CAPABILITIES, lock, parking
 from nereus_adapters.openrlhf.checks import refuse
@@ -17,20 +17,13 @@ from nereus_adapters.ray_calls import ask
 from nereus_core.adapter import Boundary, Fingerprint
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT
-from nereus_core.errors import NereusError
 from nereus_core.ledger import Done, Ledger, Standing
 from nereus_core.ledger_adapter import LedgerAdapter, alive, require_plan
 from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.phases import Enter, Phase
 from nereus_core.plan import Plan
-from nereus_core.primitives import (
-    Destroy,
-    Primitive,
-    created,
-    ended,
-    model_stage_of,
-)
-from nereus_core.units import UnitId, UnitMap
+from nereus_core.primitives import Destroy, Primitive
+from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
 
@@ -67,10 +60,14 @@ class OpenRLHFAdapter(LedgerAdapter):
         ended = [u for u in alive if u.model_stage in broken or alive[u] in lost]
         return alive.replace(ended, ())
 
+    def _lost(self) -> list[Unit]:
+        units = self.units()
+        return [unit for unit in self._running.alive.values() if unit.id not in units]
+
     def observe(self) -> Observation:
-        """Drain what was heard since the last call."""
+        """Drain what was heard since the last call; what waits on devices asked back, ends."""
         heard = self._running.signals.drain()
-        self._running.leaving = self._supply.leaving()
+        self._linking.heed(self._supply.leaving())
         return Observation(
             step=heard.step,
             step_s=heard.step_s,
@@ -127,12 +124,10 @@ class OpenRLHFAdapter(LedgerAdapter):
         try:
             with lock.held(self._running.trainer, stages, timeout_s):
                 try:
+                    self._linking.enter(self._lost())
                     yield Boundary(held, self._running.signals.step + 1)
                 finally:
-                    # What keeps the job from being linked is raised by what went wrong before.
-                    if not self._linking.broken:
-                        with suppress(NereusError):
-                            self._linking.link()
+                    self._linking.leave()
         finally:
             self._running.gate.open()
 
@@ -143,31 +138,26 @@ class OpenRLHFAdapter(LedgerAdapter):
             PlanError: the units alive are not the plan's.
             TransitionFailed: it could not be built; says whether the old layout is back.
         """
-        require_plan(plan, self._job, self._running.alive)
+        require_plan(plan, self.job(), self.units())
         self._linking.link()
 
     # --- Primitives -----------------------------------------------------------------------------
 
     def _standing(self) -> Standing:
-        gate = self._running.gate
-        units, resting = self._running.alive, self._linking.resting
-        return Standing(self._job, units, gate.held, gate.inside, resting)
+        gate, lost = self._running.gate, [unit.id for unit in self._lost()]
+        return Standing(
+            self.job(), self.units(), gate.held, gate.inside, self._linking.resting, lost
+        )
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
-        stage = model_stage_of(op)
+        boundary = self._linking.boundary
         enter(Phase.PREPARE)
         refuse(op, self._running)
         enter(Phase.TRANSFER)
-        moved_bytes = self._linking.park(stage)
-        try:
-            enter(Phase.VERIFY)
-            enter(Phase.COMMIT)
-        except BaseException:
-            self._linking.discard(stage)
-            raise
-        self._linking.vacate(stage)
-        self._linking.switch(ended(op), created(op))
-        if isinstance(op, Destroy) and op.park:
-            self._linking.rest(units[op.unit])
+        moved_bytes = self._linking.park(op, boundary)
+        enter(Phase.VERIFY)
+        enter(Phase.COMMIT)
+        resting = [units[op.unit]] if isinstance(op, Destroy) and op.park else []
+        self._linking.commit(op, boundary, resting)
         enter(Phase.RELEASE)
         return Done(moved_bytes)

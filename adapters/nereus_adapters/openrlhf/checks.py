@@ -66,12 +66,20 @@ def _refuse_full(op: Primitive, running: Running, stage: ModelStage, device: Dev
             )
 
 
-def refuse_indivisible(running: Running, job: Job) -> None:
-    """Raise Infeasible unless batches divide among the units alive.
+def refuse_unbuildable(running: Running, job: Job) -> None:
+    """Raise Infeasible unless each stage has one layout, and batches divide among the units alive.
 
-    Asked when a transition has made all its units: on the way there, numbers may be odd.
+    Asked when a transition has made all its units, before any is built: on the way there, layouts
+    may be mixed and numbers odd.
     """
     args = running.args
+    for stage in running.alive.stages():
+        if len({unit.layout for unit in running.alive.of(stage)}) > 1:
+            units = ", ".join(map(str, running.alive.of(stage)))
+            raise Infeasible(
+                f"{stage}: {units}: all ranks of a group, and all engines, have one layout in "
+                "OpenRLHF; change every unit of the stage."
+            )
     for stage in running.groups:
         dp, micro = len(running.alive.of(stage)), args.train.micro_batch_size
         if stage.stage is Stage.TRAIN and args.train.batch_size % (micro * dp):

@@ -132,6 +132,14 @@ def stop(running: Running, units: Collection[UnitId]) -> None:
             running.waiting.append(seat)
 
 
+def forget(running: Running, units: Collection[UnitId]) -> None:
+    """End engines whose devices are gone; waits for none, for they do not answer."""
+    for unit in [unit for unit in units if unit in running.engines]:
+        ray.kill(running.engines.pop(unit))
+        running.seated.pop(unit, None)
+        running.opening.pop(unit, None)
+
+
 def kill_all(running: Running) -> None:
     """End every engine and every seat, whatever they are doing."""
     seats = [seat.handle for seat in running.waiting]

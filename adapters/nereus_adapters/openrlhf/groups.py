@@ -7,7 +7,7 @@ trainer share it. Its ranks' processes stay too; ranks that are left over wait w
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.ray_calls import ask, inside, outcome
 from nereus_core.cluster import Device
 from nereus_core.errors import StateDiffers, WaitTimeout
+from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER, ModelStage, Stage
 
 SHARE = 0.2
@@ -149,7 +150,8 @@ def _start(running: Running, stage: ModelStage, device: Device, rank: int, world
             running.whole.discard(seat)
     bundle = running.bundles[device]
     if bundle.pg is None:
-        bundle = running.bundles[device] = _reserved(running)
+        bundle = running.bundles[device] = _reserved(device)
+        outcome(bundle.pg.ready(), f"{device}, which an actor has left", running.section.start_s)
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=bundle.pg, placement_group_bundle_index=bundle.index
     )
@@ -158,10 +160,12 @@ def _start(running: Running, stage: ModelStage, device: Device, rank: int, world
     return started.remote(world, rank, "127.0.0.1", 1)
 
 
-def _reserved(running: Running) -> Bundle:
-    """Reserve a device that a single actor, which Ray placed without a group, has left."""
-    pg = placement_group([{"GPU": 1, "CPU": 1}])
-    outcome(pg.ready(), "a device that an actor has left", running.section.start_s)
+def _reserved(device: Device) -> Bundle:
+    """Ask for a device on which a single actor was that Ray placed without a group; does not wait.
+
+    Of the node's devices Ray gives one that is free; its own name for a node is a resource there.
+    """
+    pg = placement_group([{"GPU": 1, "CPU": 1, f"node:{device.node}": 0.001}])
     return Bundle(pg, 0)
 
 
@@ -172,10 +176,20 @@ def kill(running: Running, stage: ModelStage) -> None:
         running.whole.discard(key)
 
 
+def forget(running: Running, lost: Collection[Unit]) -> None:
+    """End what ranks are left of units that a device took with it; waits for none."""
+    for stage, device in [(unit.model_stage, d) for unit in lost for d in unit.devices]:
+        if (rank := running.ranks.pop((stage, device), None)) is not None:
+            ray.kill(rank)
+            running.whole.discard((stage, device))
+
+
 def retire(running: Running) -> None:
     """End processes that wait on devices which are to be left; Ray keeps their place."""
     for stage, device in [k for k in running.ranks if k[1] in running.leaving]:
         if device not in running.devices_of(stage):
+            if running.bundles[device].pg is None:  # else whoever waits for a device gets it
+                running.bundles[device] = _reserved(device)
             ray.kill(running.ranks.pop((stage, device)))
             running.whole.discard((stage, device))
 

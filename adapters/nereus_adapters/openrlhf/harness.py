@@ -27,7 +27,15 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group
 
-from nereus_adapters.openrlhf import engines, facts, groups, harness_assets, harness_behind, ranks
+from nereus_adapters.openrlhf import (
+    CAPABILITIES,
+    engines,
+    facts,
+    groups,
+    harness_assets,
+    harness_behind,
+    ranks,
+)
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.experience import per_group
 from nereus_adapters.openrlhf.groups import Parked
@@ -39,6 +47,7 @@ from nereus_adapters.openrlhf.signals import Signals
 from nereus_adapters.openrlhf.supply import FILE, Supply
 from nereus_adapters.openrlhf.warm import Seat
 from nereus_adapters.ray_calls import ask, outcome
+from nereus_core.capabilities import Feature
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import Unsupported
@@ -70,7 +79,8 @@ class _Idle:
 
     tp: int
     handle: Any
-    seat: Seat
+    seat: Seat | None
+    """None for one that OpenRLHF's own way started: after a way back."""
 
 
 class OpenRLHFHarness:
@@ -128,16 +138,21 @@ class OpenRLHFHarness:
             Unsupported: the job is asynchronous, or has pipelines.
         """
         if job.workload.asynchronous:
-            raise Unsupported("an asynchronous job", "the harness has OpenRLHF's PPOTrainer")
+            why = CAPABILITIES.features[Feature.ASYNC_BOUNDARY].reason
+            raise Unsupported("a boundary amid generation of an asynchronous job", why)
         if any(placement.layout.pp > 1 for placement in plan.values()):
             raise Unsupported(f"{plan}", "OpenRLHF has no pipeline parallelism")
         with quiet():
             try:
-                self._release()
-                self._start(job, plan)
-            except FAILURES:
+                try:
+                    self._release()
+                    self._start(job, plan)
+                except FAILURES:
+                    self._end_processes()
+                    self._start(job, plan)
+            except BaseException:
                 self._end_processes()
-                self._start(job, plan)
+                raise
         self._trained = [self._weights_of_actor()]
         assert self._adapter is not None
         return self._adapter
@@ -155,8 +170,8 @@ class OpenRLHFHarness:
             tp = running.alive[unit].layout.tp if unit in running.alive else 0
             have = sum(one.tp == tp for one in self._idle)
             if have < _MOST_IDLE.get(tp, 0) and unit not in running.opening:
-                self._idle.append(_Idle(tp, handle, running.seated[unit]))
-                del running.engines[unit], running.seated[unit]
+                self._idle.append(_Idle(tp, handle, running.seated.pop(unit, None)))
+                del running.engines[unit]
             else:
                 ended.append(unit)
         engines.stop(running, ended)
@@ -192,7 +207,9 @@ class OpenRLHFHarness:
             found = next((one for one in self._idle if one.tp == unit.layout.tp), None)
             if found is not None:
                 self._idle.remove(found)
-                running.engines[unit.id], running.seated[unit.id] = found.handle, found.seat
+                running.engines[unit.id] = found.handle
+                if found.seat is not None:
+                    running.seated[unit.id] = found.seat
         engines.start_missing(running)
         for stage in running.groups:
             groups.seat(running, stage, Parked())
@@ -264,8 +281,9 @@ class OpenRLHFHarness:
         )
 
     def _weights_of_actor(self) -> dict[str, Array]:
+        """Return what the actor computes with, which is what engines are given."""
         (first, *_) = self.running_job.alive.of(ACTOR_TRAIN)
-        return {k: v for k, v in self._parts(first).items() if k.startswith("param/")}
+        return self._parts_of_ranks(first, trained=False)
 
     def _versions(self) -> dict[UnitId, int]:
         """Tell, by its own weights, which of the actor's weights each engine serves; -1: none."""
@@ -303,13 +321,17 @@ class OpenRLHFHarness:
             function = harness_behind.worker_parts
             parts = harness_behind.ask_workers(running.engines[unit.id], function, _WAIT_S)
             return harness_behind.put_together([pickle.loads(part) for part in parts])
-        moments = stage.stage is Stage.TRAIN
-        handles = running.handles(stage) if moments else [
+        return self._parts_of_ranks(unit, trained=stage.stage is Stage.TRAIN)
+
+    def _parts_of_ranks(self, unit: Unit, *, trained: bool) -> dict[str, Array]:
+        running, stage = self.running_job, unit.id.model_stage
+        # Where ZeRO shares state out, all of the group have to take part.
+        handles = running.handles(stage) if trained else [
             running.ranks[stage, device] for device in unit.devices
         ]  # fmt: skip
-        found = ask(handles, harness_behind.parts_of, moments, awaited=f"state of {stage}",
+        found = ask(handles, harness_behind.parts_of, trained, awaited=f"state of {stage}",
                     timeout_s=_WAIT_S)  # fmt: skip
-        if moments:
+        if trained:
             at = running.devices_of(stage).index(unit.devices[0])
             found = found[at : at + len(unit.devices)]
         return harness_behind.put_together(found)

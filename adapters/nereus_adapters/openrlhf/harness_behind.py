@@ -7,6 +7,7 @@ where they lie, an engine's weights are read from the modules that it computes w
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,13 +54,16 @@ def settle(actor: Any) -> None:
         pass
 
 
-def parts_of(actor: Any, moments: bool) -> dict[str, Part]:
+def parts_of(actor: Any, trained: bool) -> dict[str, Part]:
     """Return ``slot/tensor`` of a rank, each whole but for the cut of AutoTP.
 
-    Collective over the group where moments are asked for: ZeRO shares them out.
+    Args:
+        actor: OpenRLHF's actor.
+        trained: Parameters are fp32 masters, and there are moments. Collective over the group then:
+            ZeRO shares them out. Else parameters are what the model computes with.
     """
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-    from deepspeed.utils import safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     engine = engine_of(actor)
     tp = actor.strategy.ds_tensor_parallel_size
@@ -67,8 +71,9 @@ def parts_of(actor: Any, moments: bool) -> dict[str, Part]:
     for name, param in engine.module.named_parameters():
         meta = getattr(param, DS_AUTOTP_UC_META, None) or {}
         dim = None if tp == 1 or meta.get("replicated") else meta.get("partition_dim")
-        found[f"param/{name}"] = Part(_bits(param), dim)
-        for slot in _MOMENTS if moments else ():
+        whole = safe_get_full_fp32_param(param) if trained else param
+        found[f"param/{name}"] = Part(_bits(whole), dim)
+        for slot in _MOMENTS if trained else ():
             whole = safe_get_full_optimizer_state(param, slot)
             found[f"{slot}/{name}"] = Part(_bits(whole), dim)
     return found
@@ -84,17 +89,31 @@ def disturbed(actor: Any, slot: str, name: str) -> None:
 
 
 def state_bytes(actor: Any) -> int:
-    """Count the bytes of a rank's weights, masters and moments, once per storage."""
+    """Count the bytes of a rank's weights, masters and moments, once per storage.
+
+    A rank that has left its group should hold none: there, every tensor that Python knows counts.
+    """
     if not any(hasattr(actor, name) for name in ("actor", "critic", "model")):
-        return 0
+        return _bytes_of(_every_tensor())
     engine = engine_of(actor)
     tensors = list(engine.module.parameters())
     inner: Any = getattr(getattr(engine, "optimizer", None), "optimizer", None)
     if hasattr(inner, "state"):  # a model that is not trained has a dummy of DeepSpeed's
         tensors += [p for group in inner.param_groups for p in group["params"]]
         tensors += [state[slot] for state in inner.state.values() for slot in _MOMENTS]
+    return _bytes_of(tensors)
+
+
+def _bytes_of(tensors: Sequence[Any]) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def _every_tensor() -> list[Any]:
+    import torch
+
+    # by type alone: isinstance asks proxies for what they stand for, and that imports modules
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 # --- Engines --------------------------------------------------------------------------------------

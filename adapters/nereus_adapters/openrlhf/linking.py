@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 from typing import NoReturn
 
 from ray.exceptions import RayError
 
 from nereus_adapters.openrlhf import engines, groups, ranks, warm
-from nereus_adapters.openrlhf.checks import refuse_indivisible
+from nereus_adapters.openrlhf.checks import refuse_unbuildable
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.ray_calls import ask, outcome
-from nereus_core.errors import Infeasible, NereusError, TransitionFailed
-from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage
+from nereus_core.cluster import Device
+from nereus_core.errors import Infeasible, NereusError, NotAtBoundary, TransitionFailed
+from nereus_core.primitives import Primitive, created, ended, model_stage_of
+from nereus_core.units import Unit, UnitMap
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
 FAILURES = (NereusError, RayError)
 
@@ -34,6 +37,8 @@ class Linking:
         self._lock = threading.RLock()
         self._parked: dict[ModelStage, Parked] = {}
         self._changed: set[ModelStage] = set()
+        self._boundary = 0
+        self._warms = False
         self._linked = running.alive
         self._broken_by: Exception | None = None
         wanted = running.section.warm_engines
@@ -47,51 +52,121 @@ class Linking:
         return self._broken_by is not None
 
     def warm(self) -> None:
-        """Have seats wait for engines to come."""
+        """Have seats wait for engines to come, from now on."""
+        self._warms = True
         warm.replenish(self._running, self._num_seats)
+
+    def heed(self, leaving: frozenset[Device]) -> None:
+        """Leave no process that waits for a unit on devices that are asked back.
+
+        Where a change has not been linked yet, linking does.
+        """
+        with self._lock:
+            before, self._running.leaving = self._running.leaving, leaving
+            if leaving == before or self._changed:
+                return
+            groups.retire(self._running)
+            if self._warms:
+                self.warm()
 
     def parked(self, stage: ModelStage) -> Parked | None:
         """Return what a stage has left in host memory; None while its group stands."""
-        return self._parked.get(stage)
+        return self._parked.get(stage) if stage in self._changed else None
 
-    def park(self, stage: ModelStage) -> int:
-        """Copy a group's state to host memory, once a transition; returns its bytes.
+    def enter(self, lost: Collection[Unit]) -> None:
+        """Begin a boundary; copies of groups that went on without it are worth nothing.
 
-        The group stands, and goes on where the primitive is not committed (`discard`).
+        Args:
+            lost: Units that a device took with it. What is left of their stages is linked anew; a
+                stage that trains has lost state, and stays as it is.
         """
-        with self._lock:
-            if stage == ACTOR_GENERATE or stage in self._parked:
-                return 0
-            parked = groups.hand_out(self._running, stage)
-            self._parked[stage] = parked
-            return parked.num_bytes
-
-    def discard(self, stage: ModelStage) -> None:
-        """Forget the copy of a group that still stands."""
-        with self._lock:
-            if stage not in self._changed:
-                self._parked.pop(stage, None)
-
-    def vacate(self, stage: ModelStage) -> None:
-        """Free the memory of a group that was parked, once a transition."""
-        with self._lock:
-            if stage in self._changed:
-                return
-            self._changed.add(stage)
-            if stage != ACTOR_GENERATE:
-                groups.vacate(self._running, stage)
-
-    def switch(self, ended: Collection[UnitId], made: Collection[Unit]) -> None:
-        """Change the units that are alive; engines without a unit end."""
         running = self._running
         with self._lock:
-            running.alive = running.alive.replace(ended, made)
-            engines.stop(running, [u for u in running.engines if u not in running.alive])
+            self._boundary += 1
+            self._drop_copies()
+            lost = [unit for unit in lost if unit.model_stage.stage is not Stage.TRAIN]
+            ids = [unit.id for unit in lost]
+            engines.forget(running, ids)
+            groups.forget(running, lost)
+            running.alive = running.alive.replace(ids, ())
+            self._linked = self._linked.replace(ids, ())
+            for stage in sorted({unit.model_stage for unit in lost}):
+                if running.alive.of(stage):
+                    self._vacate(stage)
 
-    def rest(self, unit: Unit) -> None:
-        """Let others be made from a unit that has ended, until the job is linked."""
+    def leave(self) -> None:
+        """Build what changed and end a boundary: a primitive that goes on later changes nothing.
+
+        What keeps the job from being linked is raised by what went wrong before.
+        """
         with self._lock:
-            self.resting = self.resting.replace((), [unit])
+            try:
+                if not self.broken:
+                    with suppress(NereusError):
+                        self.link()
+            finally:
+                self._boundary += 1
+                self._drop_copies()
+
+    @property
+    def boundary(self) -> int:
+        """Number of the boundary that is open, for `park` and `commit`."""
+        return self._boundary
+
+    def park(self, op: Primitive, boundary: int) -> int:
+        """Copy a group's state to host memory, once a transition; returns its bytes.
+
+        The group stands, and goes on where no primitive is committed. Its copy stays until the job
+        is linked or the boundary ends: another primitive of the stage may count on it.
+
+        Raises:
+            NotAtBoundary: the boundary that the primitive began in has ended.
+        """
+        with self._lock:
+            self._require_open(op, boundary)
+            return self._copy(model_stage_of(op))
+
+    def commit(self, op: Primitive, boundary: int, resting: Collection[Unit] = ()) -> None:
+        """Free a group's memory, once a transition, and change the units that are alive.
+
+        Args:
+            op: The primitive; engines that it ends are shut down.
+            boundary: In which it began.
+            resting: Units that others may be made from, until the job is linked.
+
+        Raises:
+            NotAtBoundary: the boundary that the primitive began in has ended; nothing has changed.
+        """
+        running = self._running
+        with self._lock:
+            self._require_open(op, boundary)
+            self._vacate(model_stage_of(op))
+            running.alive = running.alive.replace(ended(op), created(op))
+            engines.stop(running, [u for u in running.engines if u not in running.alive])
+            self.resting = self.resting.replace((), resting)
+
+    def _require_open(self, op: Primitive, boundary: int) -> None:
+        if boundary != self._boundary:
+            raise NotAtBoundary(f"{op}, begun in a boundary that has ended, goes on", op)
+
+    def _copy(self, stage: ModelStage) -> int:
+        if stage == ACTOR_GENERATE or stage in self._parked:
+            return 0
+        parked = groups.hand_out(self._running, stage)
+        self._parked[stage] = parked
+        return parked.num_bytes
+
+    def _vacate(self, stage: ModelStage) -> None:
+        if stage in self._changed:
+            return
+        self._copy(stage)  # a look at the job may have dropped the copy
+        self._changed.add(stage)
+        if stage != ACTOR_GENERATE:
+            groups.vacate(self._running, stage)
+
+    def _drop_copies(self) -> None:
+        for stage in [s for s in self._parked if s not in self._changed]:
+            del self._parked[stage]
 
     def link(self) -> int:
         """Build what changed for the units alive; returns bytes of state that ranks took in.
@@ -99,12 +174,15 @@ class Linking:
         Raises:
             TransitionFailed: it could not be built; says whether the old layout is back.
         """
-        if not self._changed:
-            return 0
+        with self._lock:
+            self._drop_copies()
+            return self._link() if self._changed else 0
+
+    def _link(self) -> int:
         if self._broken_by is not None:  # somebody tries again what could not be built before
             self._back(self._broken_by, anew=True)
         try:
-            refuse_indivisible(self._running, self._job)
+            refuse_unbuildable(self._running, self._job)
         except Infeasible as error:
             self._back(error, anew=False)
         try:
@@ -122,9 +200,7 @@ class Linking:
         if weights:
             engines.start_missing(self._running)  # they load while groups are built
         for stage in sorted(set(stages) - {ACTOR_GENERATE}):
-            # A stage whose parking failed still stands: it is built again when it is parked.
-            if (parked := self._parked.get(stage)) is not None:
-                taken += groups.seat(self._running, stage, parked)
+            taken += groups.seat(self._running, stage, self._parked[stage])
         if weights:
             engines.await_all(self._running)
             engines.tie(self._running)
@@ -165,7 +241,7 @@ class Linking:
     def _end_processes(self) -> None:
         """End every process of what changed, and let the rest come to itself."""
         running = self._running
-        for stage in sorted(self._changed.intersection(self._parked)):
+        for stage in sorted(self._changed - {ACTOR_GENERATE}):
             groups.kill(running, stage)
         if self._changed.isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN)):
             return

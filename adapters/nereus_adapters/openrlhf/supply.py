@@ -30,10 +30,11 @@ class Supply:
     def __init__(self, devices: Collection[Device], file: Path) -> None:
         self._devices, self._file = frozenset(devices), file
         self._said: set[str] = set()
+        self._read: frozenset[Device] = frozenset()
 
     def leaving(self) -> frozenset[Device]:
         """Return the devices announced to leave."""
-        nodes = _draining_nodes()
+        nodes = self._draining_nodes()
         return self._named() | {d for d in self._devices if d.node in nodes}
 
     def gone(self) -> frozenset[Device]:
@@ -47,7 +48,11 @@ class Supply:
         try:
             lines = self._file.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
-            return frozenset()
+            self._read = frozenset()
+            return self._read
+        except (OSError, UnicodeDecodeError) as error:  # half written, or another's: look again
+            self._warn("%s cannot be read (%s); what it said before counts", self._file, error)
+            return self._read
         found: set[Device] = set()
         for line in filter(None, map(str.strip, lines)):
             try:
@@ -56,23 +61,33 @@ class Supply:
                 device = None
             if device in self._devices:
                 found.add(device)
-            elif line not in self._said:  # a slip of the pen does not end a job
-                self._said.add(line)
+            else:  # a slip of the pen does not end a job
                 known = ", ".join(map(str, sorted(self._devices)))
-                _log.warning("%s names %r, which is no device of this job: %s",
-                             self._file, line, known)  # fmt: skip
-        return frozenset(found)
+                self._warn("%s names %r, which is no device of this job: %s",
+                           self._file, line, known)  # fmt: skip
+        self._read = frozenset(found)
+        return self._read
 
+    def _draining_nodes(self) -> frozenset[str]:
+        """Return addresses of nodes that Ray was told to drain.
 
-def _draining_nodes() -> frozenset[str]:
-    """Return addresses of nodes that Ray was told to drain.
+        Source: ray._private.state.GlobalState.get_draining_nodes, ray 2.55.
+        """
+        import ray
 
-    Source: ray._private.state.GlobalState.get_draining_nodes, ray 2.55.
-    """
-    import ray
-    from ray._private.state import state
+        try:
+            from ray._private.state import state
 
-    ids = frozenset(state.get_draining_nodes())
-    if not ids:
-        return frozenset()
-    return frozenset(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] in ids)
+            ids = frozenset(state.get_draining_nodes())
+        except (ImportError, AttributeError) as error:
+            self._warn("this Ray does not tell which nodes drain (%s): the file counts", error)
+            return frozenset()
+        if not ids:
+            return frozenset()
+        return frozenset(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] in ids)
+
+    def _warn(self, message: str, *values: object) -> None:
+        """Warn once of each thing."""
+        if (said := message % values) not in self._said:
+            self._said.add(said)
+            _log.warning("%s", said)

@@ -90,6 +90,7 @@ def _greedy(actor, prompts, count):
 def _look(session):
     import ray
 
+    _note_ranks(session)
     running = session.controller._adapter._running
     found = {"at": {}, "plan": session.controller.plan.to_json(), "time": time.time()}
     found["seated"] = len(running.seated)
@@ -228,10 +229,30 @@ def _ask_back(session, wanted):
         asked.writelines(f"{name}\n" for name in names)
 
 
-def _waits_on(session):
-    """Devices on which processes of ranks are, and whether they answer."""
+_placed = {}
+"""Device of every actor of Ray that was a rank when the job was looked at, by the actor's id."""
+
+
+def _note_ranks(session):
     ranks = session.controller._adapter._running.ranks
-    return sorted({str(device) for _, device in ranks})
+    _placed.update({rank._actor_id.hex(): str(device) for (_, device), rank in ranks.items()})
+
+
+def _waits_on(session):
+    """Devices on which Ray has processes of ranks: those that Nereus knows, and what it has left.
+
+    Ray ends an actor that was killed a little later; one that nobody killed is told of.
+    """
+    from ray._private.state import actors
+
+    known = {r._actor_id.hex() for r in session.controller._adapter._running.ranks.values()}
+    deadline_s = time.monotonic() + 20
+    while True:
+        alive = {actor for actor, told in actors().items() if told["State"] == "ALIVE"}
+        alive &= _placed.keys()
+        if alive <= known or time.monotonic() > deadline_s:
+            return sorted({_placed[actor] for actor in alive})
+        time.sleep(0.1)
 
 
 NODE = "127.0.0.2"
@@ -252,10 +273,16 @@ def _node(session, becomes):
         assert accepted, why
         look = supply.leaving
     else:
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if words and words[0].endswith("raylet") and f"--node_ip_address={NODE}" in words:
-                process.kill()
+        # other jobs' Rays on this machine may have a node of that address too
+        gcs = ray.get_runtime_context().gcs_address
+        mine = {f"--node_ip_address={NODE}", f"--gcs-address={gcs}"}
+        (raylet,) = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if (words := process.info["cmdline"] or [""])[0].endswith("raylet")
+            and mine.issubset(words)
+        ]
+        raylet.kill()
         look = supply.gone
     deadline_s = time.monotonic() + 60
     while not look():
