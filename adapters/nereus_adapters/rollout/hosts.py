@@ -22,6 +22,16 @@ class HostLost(NereusError):
         super().__init__(f"host {host} is gone ({cause}); it was to {doing}.")
 
 
+class WeightsRemoved(NereusError):
+    """Weights were let go of while somebody was to get them: published once more, perhaps."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"weights version {version} were removed while they were to be read; take them from "
+            "where they have been published since."
+        )
+
+
 class Hosts(Protocol):
     """Memory of the hosts that devices are on. Thread-safe."""
 
