@@ -58,6 +58,10 @@ class VllmEngine:
         self.processes = tuple(dict.fromkeys((lead, *seats)))
         """The one that leads, and seats with ranks: those of vLLM's own workers are not listed."""
         self._lock = threading.RLock()
+        """Of the engine's state; never held while a message goes out."""
+        self._order = threading.Lock()
+        """Held while a prompt goes out: an interrupt that lists it goes out after it. `broken` does
+        not take it before it has killed a seat that takes no messages."""
         self._in_flight: dict[str, _InFlight] = {}
         self._count = 0
         self._version: int | None = None
@@ -98,12 +102,13 @@ class VllmEngine:
             },
         }
         key = None
-        with self._lock:
-            if self._lost is None and not self._closed and not self._updating:
-                self._count += 1
-                key = f"{prompt.id}/{self._count}"
-                self._in_flight[key] = entry
-                # Sent with the lock held: an interrupt that lists it is sent after it.
+        with self._order:
+            with self._lock:
+                if self._lost is None and not self._closed and not self._updating:
+                    self._count += 1
+                    key = f"{prompt.id}/{self._count}"
+                    self._in_flight[key] = entry
+            if key is not None:
                 sent = self._lead.send("submit", requests=[{"id": key, **request}])
         if key is None:
             future.set_result(entry.completion(Finish.INTERRUPTED))
@@ -141,7 +146,7 @@ class VllmEngine:
 
     def interrupt(self) -> None:
         """End every response in flight."""
-        with self._lock:
+        with self._order, self._lock:
             keys = list(self._in_flight)
         if not keys:
             return
@@ -182,12 +187,11 @@ class VllmEngine:
             raise _garbled(error) or error from error
         with self._lock:
             self._version, self._updating = None, True
-        try:
-            self.interrupt()
-            self._call("update", call_s, f"load weights version {version}", manifest=manifest)
-            self._version = version
-        finally:
-            self._updating = False
+        self.interrupt()
+        self._call("update", call_s, f"load weights version {version}", manifest=manifest)
+        # Not after a failure: a part of the weights may be of this version, a part of the last.
+        with self._lock:
+            self._version, self._updating = version, False
 
     # --- The rest ---------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ class SeatProcess:
         self.device, self.process = device, process
         self._line = line
         self._lock = threading.Lock()
+        """Of what is open; never held while a message goes out, or the reader would wait for it."""
+        self._sending = threading.Lock()
         self._open: dict[int, tuple[str, Future[Any]]] = {}
         self._next = 0
         self._ended = False
@@ -61,13 +63,14 @@ class SeatProcess:
     def send(self, call: str, /, **kwargs: object) -> Future[Any]:
         """Send a call; the future gets SeatDead when the seat ends first."""
         future: Future[Any] = Future()
-        with self._lock:
-            if self._ended:
-                future.set_exception(SeatDead(self.device, None, call))
-                return future
-            self._open[self._next] = (call, future)
-            message = Call(self._next, call, kwargs)
-            self._next += 1
+        with self._sending:
+            with self._lock:
+                if self._ended:
+                    future.set_exception(SeatDead(self.device, None, call))
+                    return future
+                self._open[self._next] = (call, future)
+                message = Call(self._next, call, kwargs)
+                self._next += 1
             with contextlib.suppress(OSError):  # its reader sees the end
                 self._line.send(message)
         return future
@@ -93,18 +96,37 @@ class SeatProcess:
 
     def close(self) -> None:
         """Let the process end, after what it is doing; kill it when that takes long."""
-        with self._lock, contextlib.suppress(OSError):
-            self._line.send(None)
-        if not self.process.ended(END_S):
+        if self._sending.acquire(timeout=END_S):  # it may not even take what it was sent before
+            try:
+                with contextlib.suppress(OSError):
+                    self._line.send(None)
+            finally:
+                self._sending.release()
+        if not self._ends():
             self.process.kill()
         self._reader.join(END_S)
 
+    def _ends(self) -> bool:
+        """Wait for the end of the process; its host may not know, or not answer."""
+        try:
+            return self.process.ended(END_S)
+        except NereusError:
+            return False
+
     def _read(self) -> None:
+        with contextlib.ExitStack() as ending:  # the last first, each whatever becomes of another
+            ending.callback(self.process.close)
+            ending.callback(self._line.close)
+            ending.callback(self._gone)
+            ending.callback(self._ensure_end)
+            self._listen()
+
+    def _listen(self) -> None:
         while True:
             try:
                 message = self._line.recv()
             except (EOFError, OSError):
-                break
+                return
             if isinstance(message, list):
                 self.on_drawn(message)
             elif message.id == BROKEN:
@@ -116,17 +138,19 @@ class SeatProcess:
                     future.set_result(message.value)
                 else:
                     future.set_exception(SeatError(self.device, method, message))
-        if not self.process.ended(END_S):
+
+    def _ensure_end(self) -> None:
+        if not self._ends():
             self.process.kill()
-            self.process.ended(END_S)
+            self._ends()
+
+    def _gone(self) -> None:
         with self._lock:
             self._ended = True
             left, self._open = self._open, {}
         for method, future in left.values():
             future.set_exception(SeatDead(self.device, None, method))
         self.on_broken(f"seat {self.device} ended")
-        self._line.close()
-        self.process.close()
 
 
 class SeatPool:
@@ -198,15 +222,21 @@ class SeatPool:
             seat.kill()
 
     def close(self) -> None:
-        """End all seats and remove the pool's folder. Safe to call twice."""
+        """End all seats, then their hosts. Safe to call twice."""
+        try:
+            self.end()
+        finally:
+            self.hosts.close()
+
+    def end(self) -> None:
+        """End all seats; hosts stay."""
         with self._lock:
             seats, self._seats = list(self._seats.values()), {}
         threads = [threading.Thread(target=seat.close) for seat in seats if seat.alive]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(3 * END_S)
-        self.hosts.close()
+            thread.join(4 * END_S)
 
     def _started(self, device: Device, *, front: bool = False) -> SeatProcess:
         try:
