@@ -30,8 +30,6 @@ class HostSettings:
 
     node: str
     """Name of the host."""
-    address: str
-    """Of the host, as others reach it; empty to ask Ray."""
     accelerator: str
     env: Mapping[str, str]
     secret: bytes
@@ -49,7 +47,7 @@ class HostActor:
 
         told: HostSettings = pickle.loads(settings)
         self._local = LocalHost(told.accelerator, told.env, told.secret, told.start_s)
-        self._memory = HostMemory(told.node, told.address or get_node_ip_address())
+        self._memory = HostMemory(told.node, get_node_ip_address())
         self._seats: dict[int, Opened] = {}
         self._count = itertools.count()
         self._ended = threading.Event()
