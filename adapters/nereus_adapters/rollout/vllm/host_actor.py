@@ -10,11 +10,13 @@ import hashlib
 import itertools
 import os
 import pickle
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class HostActor:
         self._memory = HostMemory(told.node, get_node_ip_address())
         self._seats: dict[int, Opened] = {}
         self._count = itertools.count()
+        self._putting = threading.Lock()
         self._ended = threading.Event()
 
     def hello(self) -> None:
@@ -91,9 +94,12 @@ class HostActor:
         """Write a model's files into a folder of this host; return it."""
         digest = hashlib.sha256(pickle.dumps(sorted(files.items()))).hexdigest()[:16]
         folder = self._local.folder / f"model-{digest}"
-        folder.mkdir(exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+        with self._putting:
+            if not folder.exists():  # whole where it is: an engine may read it now
+                fresh = Path(tempfile.mkdtemp(dir=self._local.folder))
+                for name, content in files.items():
+                    (fresh / name).write_bytes(content)
+                fresh.rename(folder)
         return str(folder)
 
     def do_free_port(self) -> int:
