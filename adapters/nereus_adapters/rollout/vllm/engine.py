@@ -58,10 +58,6 @@ class VllmEngine:
         self.processes = tuple(dict.fromkeys((lead, *seats)))
         """The one that leads, and seats with ranks: those of vLLM's own workers are not listed."""
         self._lock = threading.RLock()
-        """Of the engine's state; never held while a message goes out."""
-        self._order = threading.Lock()
-        """Held while a prompt goes out: an interrupt that lists it goes out after it. `broken` does
-        not take it before it has killed a seat that takes no messages."""
         self._in_flight: dict[str, _InFlight] = {}
         self._count = 0
         self._version: int | None = None
@@ -102,13 +98,13 @@ class VllmEngine:
             },
         }
         key = None
-        with self._order:
-            with self._lock:
-                if self._lost is None and not self._closed and not self._updating:
-                    self._count += 1
-                    key = f"{prompt.id}/{self._count}"
-                    self._in_flight[key] = entry
-            if key is not None:
+        with self._lock:
+            if self._lost is None and not self._closed and not self._updating:
+                self._count += 1
+                key = f"{prompt.id}/{self._count}"
+                self._in_flight[key] = entry
+                # Sent with the lock held: an interrupt that lists it is sent after it. It does not
+                # wait for the seat.
                 sent = self._lead.send("submit", requests=[{"id": key, **request}])
         if key is None:
             future.set_result(entry.completion(Finish.INTERRUPTED))
@@ -146,7 +142,7 @@ class VllmEngine:
 
     def interrupt(self) -> None:
         """End every response in flight."""
-        with self._order, self._lock:
+        with self._lock:
             keys = list(self._in_flight)
         if not keys:
             return

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nereus_adapters.rollout.vllm.writing import Writer
+
 if TYPE_CHECKING:
     from nereus_adapters.rollout.vllm.seat_hosts import Opened
 
@@ -51,6 +53,7 @@ class HostActor:
         self._local = LocalHost(told.accelerator, told.env, told.secret, told.start_s)
         self._memory = HostMemory(told.node, get_node_ip_address())
         self._seats: dict[int, Opened] = {}
+        self._writers: dict[int, Writer] = {}
         self._count = itertools.count()
         self._putting = threading.Lock()
         self._ended = threading.Event()
@@ -83,6 +86,8 @@ class HostActor:
         """Start a seat; return its key here, its process id and its address."""
         opened = self._local.open(device, front=front)
         key = next(self._count)
+        assert isinstance(opened.line, Connection)
+        self._writers[key] = Writer(opened.line.send_bytes, f"to seat {device}")
         self._seats[key] = opened
         return key, opened.process.pid, opened.address
 
@@ -122,7 +127,9 @@ class HostActor:
 
     def do_forget(self, key: int) -> None:
         """Let go of a seat that has ended."""
-        opened = self._seats.pop(key, None)
+        opened, writer = self._seats.pop(key, None), self._writers.pop(key, None)
+        if writer is not None:
+            writer.close()
         if opened is not None:
             opened.line.close()
             opened.process.close()
@@ -133,12 +140,9 @@ class HostActor:
         self._ended.set()
 
     def send(self, key: int, message: bytes) -> None:
-        """Hand a message to a seat."""
-        if (line := self._line(key)) is not None:
-            try:
-                line.send_bytes(message)
-            except OSError:  # whoever receives from it sees the end
-                return
+        """Hand a message to a seat; others do not wait for one that reads none."""
+        if (writer := self._writers.get(key)) is not None:
+            writer.write(message)
 
     def receive(self, key: int) -> list[bytes] | None:
         """Wait for messages of a seat; None when it is gone."""

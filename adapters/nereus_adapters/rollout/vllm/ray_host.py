@@ -176,9 +176,8 @@ class _RemoteLine:
         self._actor, self._key = actor, key
         self._come: deque[bytes] = deque()
 
-    def send(self, message: Any, /) -> None:
-        content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._actor.send.options(concurrency_group="send").remote(self._key, content)
+    def send_bytes(self, message: bytes, /) -> None:
+        self._actor.send.options(concurrency_group="send").remote(self._key, message)
 
     def recv(self) -> Any:
         if not self._come:

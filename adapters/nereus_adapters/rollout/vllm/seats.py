@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from nereus_adapters.rollout.hosts import HostLost
 from nereus_adapters.rollout.vllm.forking import END_S
 from nereus_adapters.rollout.vllm.seat_hosts import Process, SeatHosts, SeatLine
 from nereus_adapters.rollout.vllm.values import BROKEN, Call, Drawn, Reply
+from nereus_adapters.rollout.vllm.writing import Writer
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
 
@@ -37,10 +39,8 @@ class SeatProcess:
 
     def __init__(self, device: Device, process: Process, line: SeatLine) -> None:
         self.device, self.process = device, process
-        self._line = line
+        self._line, self._writer = line, Writer(line.send_bytes, f"to seat {device}")
         self._lock = threading.Lock()
-        """Of what is open; never held while a message goes out, or the reader would wait for it."""
-        self._sending = threading.Lock()
         self._open: dict[int, tuple[str, Future[Any]]] = {}
         self._next = 0
         self._ended = False
@@ -61,18 +61,18 @@ class SeatProcess:
         return self.process.pid
 
     def send(self, call: str, /, **kwargs: object) -> Future[Any]:
-        """Send a call; the future gets SeatDead when the seat ends first."""
+        """Send a call, without waiting; the future gets SeatDead when the seat ends first."""
         future: Future[Any] = Future()
-        with self._sending:
-            with self._lock:
-                if self._ended:
-                    future.set_exception(SeatDead(self.device, None, call))
-                    return future
-                self._open[self._next] = (call, future)
-                message = Call(self._next, call, kwargs)
-                self._next += 1
-            with contextlib.suppress(OSError):  # its reader sees the end
-                self._line.send(message)
+        with self._lock:
+            number = self._next
+            self._next += 1
+        message = _pickled(Call(number, call, kwargs))
+        with self._lock:
+            if self._ended:
+                future.set_exception(SeatDead(self.device, None, call))
+            else:
+                self._open[number] = (call, future)
+                self._writer.write(message)
         return future
 
     def call(self, call: str, timeout_s: float, /, **kwargs: object) -> Any:
@@ -96,12 +96,7 @@ class SeatProcess:
 
     def close(self) -> None:
         """Let the process end, after what it is doing; kill it when that takes long."""
-        if self._sending.acquire(timeout=END_S):  # it may not even take what it was sent before
-            try:
-                with contextlib.suppress(OSError):
-                    self._line.send(None)
-            finally:
-                self._sending.release()
+        self._writer.write(_pickled(None))
         if not self._ends():
             self.process.kill()
         self._reader.join(END_S)
@@ -117,9 +112,14 @@ class SeatProcess:
         with contextlib.ExitStack() as ending:  # the last first, each whatever becomes of another
             ending.callback(self.process.close)
             ending.callback(self._line.close)
+            ending.callback(self._writer.close)
             ending.callback(self._gone)
             ending.callback(self._ensure_end)
-            self._listen()
+            try:
+                self._listen()
+            except BaseException:
+                self.process.kill()
+                raise
 
     def _listen(self) -> None:
         while True:
@@ -151,6 +151,10 @@ class SeatProcess:
         for method, future in left.values():
             future.set_exception(SeatDead(self.device, None, method))
         self.on_broken(f"seat {self.device} ended")
+
+
+def _pickled(message: Call | None) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class SeatPool:
