@@ -9,15 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from rollout_fakes import DEVICE, ONE
+from rollout_fakes import DEVICE, ONE, SPEC
 
+from nereus_adapters.rollout.hosts import ThisHost
 from nereus_adapters.rollout.ports import EngineError, Finish, Prompt, Sampling
 from nereus_adapters.rollout.vllm.engine import VllmEngine
+from nereus_adapters.rollout.vllm.factory import VllmFactory
+from nereus_adapters.rollout.vllm.seat_hosts import Opened
 from nereus_adapters.rollout.vllm.seats import SeatProcess
 from nereus_adapters.rollout.vllm.settings import VllmSettings
 from nereus_adapters.rollout.vllm.values import Drawn, Reply
 from nereus_core.cluster import Device
-from nereus_core.errors import SeatDead
+from nereus_core.errors import NereusError, SeatDead
 from nereus_core.layout import Layout
 
 pytestmark = pytest.mark.real
@@ -149,3 +152,41 @@ def test_calls_end_with_a_reader_that_fails():
         waiting.result(WAIT_S)
     process.kill()  # returns after the reader, whose error is told in this test
     assert not process.alive
+
+
+class Failing:
+    """Hosts, and the one there is: seats come up, nothing else works."""
+
+    secret, apart, weights = b"", False, ThisHost()
+
+    def __init__(self):
+        self.seats, self.ended = [], []
+
+    def of(self, node):
+        return self
+
+    def open(self, device, *, front):
+        self.seats.append(Scripted())
+        return Opened(self.seats[-1], self.seats[-1].line, "")
+
+    def free_port(self):
+        raise NereusError("free_port on host here: told to")
+
+    def sweep(self, port):
+        self.ended.append(f"sweep {port}")
+        raise RuntimeError("told to")
+
+    def close(self):
+        assert all(seat.ended(0) for seat in self.seats)
+        self.ended.append("hosts")
+
+
+def test_a_factory_whose_host_fails_says_so_and_still_ends_everything():
+    hosts = Failing()
+    factory = VllmFactory(VllmSettings(Path("no model")), SPEC, (DEVICE,), hosts=hosts)
+    with pytest.raises(EngineError, match="failed to start: free_port on host here: told to"):
+        factory.create("e", ONE, (DEVICE,))
+    factory._ports = {"one": (hosts, 1), "other": (hosts, 2)}
+    with pytest.raises(RuntimeError, match="told to"):
+        factory.close()
+    assert hosts.ended == ["sweep 2", "sweep 1", "hosts"]
