@@ -168,7 +168,7 @@ class Delivery:
             if node not in there:
                 raise HostLost(node, "exchange weights", "it has ended")
             parties[node] = there[node]
-        meeting = self._meeting(parties)
+        meeting = self._meeting(parties, there)
         asked = {n: party.ask("exchange", meeting, listed) for n, party in parties.items()}
         # For the others to come, for one message, and for its turn.
         wait_s = 2 * self._wait_s + sum(s.num_bytes for s in listed) / _SLOW_BYTES_PER_S
@@ -200,11 +200,14 @@ class Delivery:
         if unwanted := {p.segment for p in made} - {copy.segment for _, copy in wanted}:
             home.host.ask("remove", sorted(unwanted))
 
-    def _meeting(self, parties: Mapping[str, WeightHost]) -> Meeting:
-        """Return a group of hosts: the last one, if it has them all."""
+    def _meeting(
+        self, parties: Mapping[str, WeightHost], there: Mapping[str, WeightHost]
+    ) -> Meeting:
+        """Return a group of hosts: the last one, if it has them all and none of it has gone."""
         if self._met is not None:
             meeting, met = self._met
-            if all(met.get(node) is party for node, party in parties.items()):
+            whole = all(there.get(node) is party for node, party in met.items())
+            if whole and parties.keys() <= met.keys():
                 return meeting
         names = tuple(parties)
         first = Home(names[0], parties[names[0]])
