@@ -1,7 +1,11 @@
 """Delivery: weights on several hosts, brought to those whose engines read them (`mirror`).
 
-The driver says who sends what; the bytes go from host to host and never through it. Hosts form one
-group, and a new one when a host has come or gone, or when a message did not get through.
+The driver says who sends what; the bytes go from host to host and never through it. Hosts that send
+or receive form a group, kept while it has all that are needed; there is a new one when a host has
+come or gone, or when a message did not get through.
+
+A host that ends takes its memory with it. Another may come in its place, under the same name: so a
+segment is known by the host object that holds it, never by the name of a node alone.
 """
 
 from __future__ import annotations
@@ -9,57 +13,24 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from nereus_adapters.rollout.hosts import HostLost, Place
-from nereus_adapters.rollout.memory import HostMemory, Meeting
+from nereus_adapters.rollout.hosts import HostLost, Place, WeightsRemoved
+from nereus_adapters.rollout.memory import Meeting
 from nereus_adapters.rollout.mirror import Shipment, shipments
 from nereus_adapters.rollout.segment import held
+from nereus_adapters.rollout.segment import remove as let_go
+from nereus_adapters.rollout.weight_hosts import DRIVER, Home, OwnHost, WeightHost, WeightHosts
 from nereus_adapters.rollout.weights import Manifest, Piece, Published
 from nereus_core.cluster import Device
 from nereus_core.errors import WaitTimeout
 
-DRIVER = "the driver"
-"""Party of the driver's own process, where a trainer there publishes."""
-
-
-class WeightHost(Protocol):
-    """A process on a host that has a `HostMemory`."""
-
-    def ask(self, method: str, /, *args: object) -> Future[Any]:
-        """Run a method of its `HostMemory`; the future gets HostLost when it ends first."""
-        ...
-
-
-class WeightHosts(Protocol):
-    """The hosts of a cluster."""
-
-    def of(self, node: str) -> WeightHost:
-        """Return the host of a node, started if it is not there.
-
-        Raises:
-            HostLost: there is no such node now.
-        """
-        ...
-
-    def alive(self) -> Mapping[str, WeightHost]:
-        """Return those that are there."""
-        ...
-
-
-class _Own:
-    """The driver's process as a host."""
-
-    def __init__(self, address: str) -> None:
-        self._memory = HostMemory(DRIVER, address)
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="nereus weights")
-
-    def ask(self, method: str, /, *args: object) -> Future[Any]:
-        return self._threads.submit(getattr(self._memory, method), *args)
+_SLOW_BYTES_PER_S = 10e6
+"""Slowest network that is waited for: less than 100 Mbit/s Ethernet. Chosen, not measured."""
 
 
 class Delivery:
@@ -72,25 +43,37 @@ class Delivery:
     """
 
     def __init__(self, hosts: WeightHosts, address: str, *, wait_s: float = 60.0) -> None:
-        self._hosts, self._own, self._wait_s = hosts, _Own(address), wait_s
-        self._lock = threading.RLock()
-        self._at: dict[str, str] = {}
-        """Segment -> host."""
+        self._hosts, self._own, self._wait_s = hosts, OwnHost(address), wait_s
+        self._lock = threading.Lock()
+        """Of what is known; never held while a host is waited for."""
+        self._exchanging = threading.Lock()
+        """Of exchanges: one at a time."""
+        self._at: dict[str, Home] = {}
+        """Segment -> whose it is; those of the driver's process are not here."""
         self._copies: dict[tuple[str, Piece], Piece] = {}
-        """Host, piece as published -> as it lies there."""
-        self._meeting: Meeting | None = None
+        """Node, piece as published -> as it lies there, if its segment's host is still there."""
+        self._met: tuple[Meeting, Mapping[str, WeightHost]] | None = None
         self._count = itertools.count()
         self.sent_bytes = 0
         """Between hosts, ever."""
+
+    def close(self) -> None:
+        """Let go of the driver's part in groups; hosts end by themselves. Safe to call twice."""
+        self._own.close()
 
     # --- Segments ---------------------------------------------------------------------------------
 
     def reserve(self, device: Device, num_bytes: int) -> str:
         """Make a segment on a device's host."""
-        host = self._hosts.of(device.node)
-        name: str = self._result(device.node, host.ask("reserve", num_bytes), "hold weights")
+        home = Home(device.node, self._hosts.of(device.node))
+        name: str = self._result(
+            home,
+            home.host.ask("reserve", num_bytes),
+            "hold weights",
+            late=lambda made: self._let_go(home, [made]),
+        )
         with self._lock:
-            self._at[name] = device.node
+            self._at[name] = home
         return name
 
     def remove(self, names: Iterable[str]) -> None:
@@ -102,21 +85,43 @@ class Delivery:
             gone |= copies - {piece.segment for piece in self._copies.values()}
             at = defaultdict(list)
             for name in gone:
-                at[self._at.pop(name, DRIVER)].append(name)
-        alive = {**self._hosts.alive(), DRIVER: self._own}
-        for node, theirs in at.items():
-            if node in alive:  # one that is gone holds nothing
-                alive[node].ask("remove", theirs)
+                if (home := self._at.pop(name, None)) is not None:
+                    at[home].append(name)
+            let_go(gone)  # those of this process
+        there = self._there()
+        for home, theirs in at.items():
+            if there.get(home.node) is home.host:  # one that is gone holds nothing
+                home.host.ask("remove", theirs)
 
-    def _where(self, published: Published) -> dict[str, str]:
-        own = held()
-        return {s: self._at[s] if s not in own else DRIVER for s in published.segments}
+    def _there(self) -> dict[str, WeightHost]:
+        return {**self._hosts.alive(), DRIVER: self._own}
+
+    def _let_go(self, home: Home, names: Sequence[str]) -> None:
+        """Remove what a host made after it was waited for; from a thread that must not wait."""
+        threading.Thread(target=home.host.ask, args=("remove", names), daemon=True).start()
+
+    def _where(self, published: Published) -> dict[str, Home]:
+        """Return whose its segments are; raises WeightsRemoved. `_lock` is held."""
+        found = {}
+        for segment in published.segments:
+            if (home := self._home(segment)) is None:
+                raise WeightsRemoved(published.version)
+            found[segment] = home
+        return found
+
+    def _home(self, segment: str) -> Home | None:
+        """Return whose a segment is; None for one that was removed. `_lock` is held."""
+        return Home(DRIVER, self._own) if segment in held() else self._at.get(segment)
 
     def holds(self, published: Published) -> bool:
-        """Whether the hosts of all its segments are there."""
-        there = {*self._hosts.alive(), DRIVER}
-        with self._lock:
-            return there.issuperset(self._where(published).values())
+        """Whether the hosts that have its segments are there: these, not others in their place."""
+        there = self._there()
+        try:
+            with self._lock:
+                homes = self._where(published).values()
+        except WeightsRemoved:
+            return False
+        return all(there.get(home.node) is home.host for home in homes)
 
     # --- Deliveries -------------------------------------------------------------------------------
 
@@ -125,59 +130,109 @@ class Delivery:
         wanted: dict[str, list[Any]] = defaultdict(list)
         for layout, device in places:
             wanted[device.node].append(layout)
-        with self._lock:
-            listed = []
-            for shipment in shipments(published, self._where(published), wanted):
-                pieces = [p for p in shipment.pieces if (shipment.target, p) not in self._copies]
-                if pieces:
-                    listed.append(replace(shipment, pieces=tuple(pieces)))
-            if listed:
-                self._exchange(listed)
-
-    def _exchange(self, listed: Sequence[Shipment]) -> None:
-        for node in {s.target for s in listed}:
+        for node in wanted:
             self._hosts.of(node)
-        parties: dict[str, WeightHost] = dict(self._hosts.alive())
-        if any(s.source == DRIVER for s in listed):
-            parties[DRIVER] = self._own
-        for source in {s.source for s in listed}:
-            if source not in parties:
-                raise HostLost(source, "send weights", "it has ended since it got them")
-        meeting = self._met(parties)
+        with self._exchanging:
+            there = self._there()
+            with self._lock:
+                homes = self._where(published)
+                at = {segment: home.node for segment, home in homes.items()}
+                listed = []
+                for shipment in shipments(published, at, wanted):
+                    missing = tuple(
+                        p for p in shipment.pieces if self._copy(shipment.target, p, there) is None
+                    )
+                    if missing:
+                        listed.append(replace(shipment, pieces=missing))
+            sending = {p.segment for s in listed for p in s.pieces}
+            for home in {homes[segment] for segment in sending}:
+                if there.get(home.node) is not home.host:
+                    raise HostLost(home.node, "send weights", "it has ended since it got them")
+            if listed:
+                try:
+                    self._exchange(listed, there)
+                except Exception:
+                    with self._lock:
+                        self._where(published)  # were they removed, that is why
+                    raise
+
+    def _copy(self, node: str, piece: Piece, there: Mapping[str, WeightHost]) -> Piece | None:
+        """Return a piece as it lies on a host now, where it was sent there. `_lock` is held."""
+        copy = self._copies.get((node, piece))
+        home = None if copy is None else self._at.get(copy.segment)
+        return copy if home is not None and there.get(home.node) is home.host else None
+
+    def _exchange(self, listed: Sequence[Shipment], there: Mapping[str, WeightHost]) -> None:
+        parties: dict[str, WeightHost] = {}
+        for node in sorted({n for s in listed for n in (s.source, s.target)}):
+            if node not in there:
+                raise HostLost(node, "exchange weights", "it has ended")
+            parties[node] = there[node]
+        meeting = self._meeting(parties, there)
         asked = {n: party.ask("exchange", meeting, listed) for n, party in parties.items()}
+        # For the others to come, for one message, and for its turn.
+        wait_s = 2 * self._wait_s + sum(s.num_bytes for s in listed) / _SLOW_BYTES_PER_S
         first: Exception | None = None
         for node, future in asked.items():
+            home = Home(node, parties[node])
+
+            def late(made: Sequence[Piece], home: Home = home) -> None:
+                self._let_go(home, sorted({piece.segment for piece in made}))
+
             try:
-                made = self._result(node, future, "exchange weights", 3 * self._wait_s)
+                made = self._result(home, future, "exchange weights", wait_s, late)
             except Exception as error:
                 first = error if first is None or isinstance(error, HostLost) else first
                 continue
-            coming = [(node, p) for s in listed if s.target == node for p in s.pieces]
-            self._copies.update(zip(coming, made, strict=True))
-            self._at.update({piece.segment: node for piece in made})
-            self.sent_bytes += sum(piece.num_bytes for piece in made)
+            self._came(home, [p for s in listed if s.target == node for p in s.pieces], made)
         if first is not None:
-            self._meeting = None
+            self._met = None
             raise first
 
-    def _met(self, parties: Mapping[str, WeightHost]) -> Meeting:
-        """Return the group of all hosts: the last one, if they are the same."""
-        names = tuple(sorted(parties))
-        if self._meeting is None or self._meeting.names != names:
-            place = self._result(names[0], parties[names[0]].ask("meeting_place"), "meet others")
-            self._meeting = Meeting(next(self._count), names, place, self._wait_s)
-        return self._meeting
+    def _came(self, home: Home, sent: Sequence[Piece], made: Sequence[Piece]) -> None:
+        """Take note of copies; those of segments that were removed meanwhile go too."""
+        with self._lock:
+            pairs = zip(sent, made, strict=True)
+            wanted = [(p, copy) for p, copy in pairs if self._home(p.segment) is not None]
+            self._copies.update({(home.node, piece): copy for piece, copy in wanted})
+            self._at.update({copy.segment: home for _, copy in wanted})
+            self.sent_bytes += sum(piece.num_bytes for piece in made)
+        if unwanted := {p.segment for p in made} - {copy.segment for _, copy in wanted}:
+            home.host.ask("remove", sorted(unwanted))
+
+    def _meeting(
+        self, parties: Mapping[str, WeightHost], there: Mapping[str, WeightHost]
+    ) -> Meeting:
+        """Return a group of hosts: the last one, if it has them all and none of it has gone."""
+        if self._met is not None:
+            meeting, met = self._met
+            whole = all(there.get(node) is party for node, party in met.items())
+            if whole and parties.keys() <= met.keys():
+                return meeting
+        names = tuple(parties)
+        first = Home(names[0], parties[names[0]])
+        place = self._result(first, first.host.ask("meeting_place"), "meet others")
+        meeting = Meeting(next(self._count), names, place, self._wait_s)
+        self._met = (meeting, parties)
+        return meeting
 
     def manifest(self, published: Published, place: Place) -> Manifest:
         """Say what the ranks of an engine read on its host."""
         layout, device = place
         self.deliver(published, [place])
-        manifest = published.manifest(layout)
+        manifest, there = published.manifest(layout), self._there()
         with self._lock:
-            ranks = tuple(
-                tuple(self._copies.get((device.node, piece), piece) for piece in rank)
-                for rank in manifest.ranks
-            )
+            at = self._where(published)
+
+            def read(piece: Piece) -> Piece:
+                home = at[piece.segment]
+                if home.node == device.node and there.get(home.node) is home.host:
+                    return piece
+                if (copy := self._copy(device.node, piece, there)) is None:
+                    raise HostLost(device.node, "hold weights", "it has ended since it got them")
+                return copy
+
+            ranks = tuple(tuple(read(piece) for piece in rank) for rank in manifest.ranks)
         return replace(manifest, ranks=ranks)
 
     def check(self, published: Published, places: Sequence[Place]) -> None:
@@ -185,24 +240,35 @@ class Delivery:
         asked = []
         for place in places:
             pieces = {p for rank in self.manifest(published, place).ranks for p in rank}
-            host = self._hosts.of(place[1].node)
-            asked.append((place[1].node, host.ask("check", list(pieces), published.version)))
-        for node, future in asked:
-            self._result(node, future, "check weights")
+            home = Home(place[1].node, self._hosts.of(place[1].node))
+            asked.append((home, home.host.ask("check", list(pieces), published.version)))
+        for home, future in asked:
+            self._result(home, future, "check weights")
 
     def read(self, piece: Piece) -> bytes:
         """Fetch the bytes of a piece."""
         with self._lock:
-            node = self._at.get(piece.segment, DRIVER)
-        host = self._own if node == DRIVER else self._hosts.of(node)
-        found: bytes = self._result(node, host.ask("read", piece), "read weights")
+            home = self._at.get(piece.segment, Home(DRIVER, self._own))
+        found: bytes = self._result(home, home.host.ask("read", piece), "read weights")
         return found
 
     def _result(
-        self, node: str, future: Future[Any], doing: str, wait_s: float | None = None
+        self,
+        home: Home,
+        future: Future[Any],
+        doing: str,
+        wait_s: float | None = None,
+        late: Callable[[Any], None] | None = None,
     ) -> Any:
+        """Wait for a host; what it makes after that goes to `late`."""
         wait_s = self._wait_s if wait_s is None else wait_s
         try:
             return future.result(wait_s)
         except FutureTimeout:
-            raise WaitTimeout(f"host {node} to {doing}", wait_s) from None
+
+            def came(done: Future[Any]) -> None:
+                if not done.cancelled() and done.exception() is None and late is not None:
+                    late(done.result())
+
+            future.add_done_callback(came)
+            raise WaitTimeout(f"host {home.node} to {doing}", wait_s) from None

@@ -22,11 +22,25 @@ class HostLost(NereusError):
         super().__init__(f"host {host} is gone ({cause}); it was to {doing}.")
 
 
+class WeightsRemoved(NereusError):
+    """Weights were let go of while somebody was to get them: published once more, perhaps."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"weights version {version} were removed while they were to be read; take them from "
+            "where they have been published since."
+        )
+
+
 class Hosts(Protocol):
     """Memory of the hosts that devices are on. Thread-safe."""
 
     def reserve(self, device: Device, num_bytes: int) -> str:
-        """Make a segment that a device's process can write to; it is held until `remove`."""
+        """Make a segment that a device's process can write to; it is held until `remove`.
+
+        Raises:
+            HostLost, WaitTimeout: the device's host is gone or does not answer.
+        """
         ...
 
     def remove(self, names: Iterable[str]) -> None:
@@ -41,7 +55,10 @@ class Hosts(Protocol):
         """Bring weights to the hosts of engines, at once; what is there is not sent again.
 
         Raises:
-            HostLost, WaitTimeout: a host is gone or did not take its part; others may have theirs.
+            HostLost: a host is gone that was to send or to get a part; others may have theirs.
+            WaitTimeout: one did not take its part in time.
+            WeightsRemoved: they were let go of before, or meanwhile.
+            NereusError: a host failed at it.
         """
         ...
 
@@ -49,16 +66,26 @@ class Hosts(Protocol):
         """Say what the ranks of an engine read on its host, delivered if it was not.
 
         Raises:
-            HostLost, WaitTimeout: as `deliver`.
+            HostLost, WaitTimeout, WeightsRemoved, NereusError: as `deliver`.
         """
         ...
 
     def check(self, published: Published, places: Sequence[Place]) -> None:
-        """Raise GarbledWeights unless what engines at some places would read is as published."""
+        """Check what engines at some places would read, brought there if it was not.
+
+        Raises:
+            GarbledWeights: it is not as published.
+            HostLost, WaitTimeout, WeightsRemoved, NereusError: as `deliver`.
+        """
         ...
 
     def read(self, piece: Piece) -> bytes | memoryview:
-        """Return the bytes of a piece."""
+        """Return the bytes of a piece.
+
+        Raises:
+            HostLost, WaitTimeout: its host is gone or does not answer.
+            NereusError, FileNotFoundError: it was let go of; as its host, or this one, says it.
+        """
         ...
 
 

@@ -76,6 +76,11 @@ class HostMemory:
         if met is not None:
             met[1].close()
 
+    def leave(self) -> None:
+        """Leave the group of hosts, after an exchange that is under way."""
+        with self._lock:
+            self._leave()
+
     def check(self, pieces: Sequence[Piece], version: int) -> None:
         """Raise GarbledWeights when pieces on this host are not what was published."""
         check(pieces, version)

@@ -14,7 +14,7 @@ wait has an end, and says for whom.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
@@ -102,22 +102,22 @@ class Party:
         except (RuntimeError, ValueError) as error:
             awaited = f"party {self._names[0]} to serve the store at {address[0]}:{address[1]}"
             raise WaitTimeout(awaited, timeout_s) from error
-        self._store.set(f"here/{name}", "yes")
+        kinds = torch.distributed
+        made = kinds.ProcessGroupNCCL if backend == "nccl" else kinds.ProcessGroupGloo
         try:
+            self._store.set(f"here/{name}", "yes")
             self._store.wait([f"here/{other}" for other in self._names], wait)
+            self._group: Any = made(self._store, rank, size, wait)
         except RuntimeError as error:
             awaited = f"{self._late()} to join the group of {', '.join(self._names)}"
             raise WaitTimeout(awaited, timeout_s) from error
-        kinds = torch.distributed
-        made = kinds.ProcessGroupNCCL if backend == "nccl" else kinds.ProcessGroupGloo
-        self._group: Any = made(self._store, rank, size, wait)
 
     def _late(self) -> str:
         try:
             late = [n for n in self._names if not self._store.check([f"here/{n}"])]
         except RuntimeError:  # whoever serves the store has waited as long, and gone
             return "a party that others have given up waiting for"
-        return ", ".join(late)
+        return ", ".join(late) or "a party that came and left"
 
     def exchange(self, listed: Iterable[Shipment]) -> tuple[Piece, ...]:
         """Do this party's shipments; return the pieces it received, in a new segment of its own.
@@ -160,7 +160,7 @@ class Party:
             )
             for part in content.split(_BUCKET_BYTES):
                 on_device = part.to(self._device)  # the same tensor, where that is the CPU
-                self._done(self._group.send([on_device], self._rank(shipment.target), 0), shipment)
+                self._pass(self._group.send, on_device, shipment.target, shipment)
             del content
         for segment in opened.values():
             segment.close()
@@ -172,21 +172,20 @@ class Party:
             )
             for part in content.split(_BUCKET_BYTES):
                 on_device = torch.empty_like(part, device=self._device)
-                self._done(self._group.recv([on_device], self._rank(shipment.source), 0), shipment)
+                self._pass(self._group.recv, on_device, shipment.source, shipment)
                 part.copy_(on_device)
             del content
 
-    def _done(self, work: Any, shipment: Shipment) -> None:
+    def _pass(
+        self, move: Callable[..., Any], content: torch.Tensor, peer: str, shipment: Shipment
+    ) -> None:
         try:
+            work = move([content], self._names.index(peer), 0)
             work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            sends = shipment.source == self.name
-            peer, doing = (shipment.target, "take") if sends else (shipment.source, "send")
+        except RuntimeError as error:  # too late, or the peer's end of the connection has gone
+            doing = "take" if peer == shipment.target else "send"
             awaited = f"party {peer} to {doing} weights ({shipment.num_bytes} bytes)"
             raise WaitTimeout(awaited, self._timeout_s) from error
-
-    def _rank(self, name: str) -> int:
-        return self._names.index(name)
 
     def close(self) -> None:
         """Leave the group."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -399,10 +400,14 @@ class TorchJob:
 
     def close(self) -> None:
         """End the job; its seats too when they are its own. Safe to call twice."""
-        if self.engines is not None:
-            self.engines.close()
-        if self._factory is not None:
-            self._factory.close()
+        with ExitStack() as ending:  # the last first, each whatever becomes of another
+            ending.callback(self._end_seats)
+            if self._factory is not None:
+                ending.callback(self._factory.close)
+            if self.engines is not None:
+                ending.callback(self.engines.close)
+
+    def _end_seats(self) -> None:
         pool = self.fleet.pool
         if self._owns_pool:
             pool.close()

@@ -1,6 +1,8 @@
 """Engines on two hosts: raylets of this machine that share no memory: weights travel."""
 
 import itertools
+import os
+import signal
 from concurrent.futures import wait
 
 import pytest
@@ -86,7 +88,10 @@ def nodes():
 
 @pytest.fixture(scope="module")
 def running(nodes, tmp_path_factory):
-    """One job for all tests here: the last of them loses host B."""
+    """One job for all tests here, in their order: each goes on from what those before it left.
+
+    The first leaves a replica on B and one on A; the last loses B.
+    """
     made = Running(
         nodes, tmp_path_factory.mktemp("job"), prompts_per_step=6, max_response_tokens=100
     )
@@ -109,6 +114,7 @@ def test_a_replica_moves_to_another_host_and_its_weights_with_it(running):
         running.launched.step()
         assert running.hosts.delivery.sent_bytes == (1 + step) * size
         running.require_right_tokens()
+        running.require_read_on_own_host()
     other = running.extend(B1)
     assert running.hosts.delivery.sent_bytes == 3 * size  # what is there is not sent again
     here = running.extend(A)
@@ -166,6 +172,26 @@ def test_a_trainer_in_the_process_of_the_driver_sends_to_hosts_too(running):
         weights.close()
 
 
+def test_a_host_process_that_dies_while_its_node_lives_is_replaced(running, until):
+    engines, hosts = running.job.engines, running.hosts
+    (unit,) = (u for u in running.own if u.devices == (A,))
+    host, rebuilt = hosts.of(A.node), engines.rebuilds.count
+    os.kill(host.pid(), signal.SIGKILL)
+    until(lambda: not host.alive, "the end of the host's process")
+    until(lambda: not engines.fleet.engine(unit.id).alive, "the end of its seats")
+    assert not hosts.weights.holds(engines.given(unit.id))  # training had published there
+    engines.rebuilds.soon(unit.id)
+    # A process on A imports vLLM anew.
+    until(lambda: engines.rebuilds.count == rebuilt + 1, "the engine to be built again", 300.0)
+    assert hosts.of(A.node) is not host
+    assert hosts.weights.holds(engines.given(unit.id))
+    running.require_right_tokens()
+    running.require_read_on_own_host()
+    running.launched.step()  # new weights go from the new process to the other host
+    running.require_right_tokens()
+    running.require_read_on_own_host()
+
+
 def test_a_host_that_is_lost_takes_its_replica_and_no_token(nodes, until, running):
     assert [unit.devices for unit in running.own] == [(B,), (A,)]
     fleet = running.job.engines.fleet
@@ -188,3 +214,4 @@ def test_a_host_that_is_lost_takes_its_replica_and_no_token(nodes, until, runnin
     assert [unit.devices for unit in running.own] == [(A,)]
     running.launched.step()
     running.require_right_tokens()
+    running.require_read_on_own_host()

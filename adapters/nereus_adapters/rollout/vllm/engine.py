@@ -103,7 +103,8 @@ class VllmEngine:
                 self._count += 1
                 key = f"{prompt.id}/{self._count}"
                 self._in_flight[key] = entry
-                # Sent with the lock held: an interrupt that lists it is sent after it.
+                # Sent with the lock held: an interrupt that lists it is sent after it. It does not
+                # wait for the seat.
                 sent = self._lead.send("submit", requests=[{"id": key, **request}])
         if key is None:
             future.set_result(entry.completion(Finish.INTERRUPTED))
@@ -182,12 +183,11 @@ class VllmEngine:
             raise _garbled(error) or error from error
         with self._lock:
             self._version, self._updating = None, True
-        try:
-            self.interrupt()
-            self._call("update", call_s, f"load weights version {version}", manifest=manifest)
-            self._version = version
-        finally:
-            self._updating = False
+        self.interrupt()
+        self._call("update", call_s, f"load weights version {version}", manifest=manifest)
+        # Not after a failure: a part of the weights may be of this version, a part of the last.
+        with self._lock:
+            self._version, self._updating = version, False
 
     # --- The rest ---------------------------------------------------------------------------------
 

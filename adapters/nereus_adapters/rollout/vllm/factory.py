@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from nereus_adapters.rollout.hosts import HostLost, Hosts
-from nereus_adapters.rollout.ports import EngineError, EngineLost
+from nereus_adapters.rollout.hosts import Hosts
+from nereus_adapters.rollout.ports import EngineError
 from nereus_adapters.rollout.vllm.engine import VllmEngine
 from nereus_adapters.rollout.vllm.seat_hosts import OneHost, SeatHost, SeatHosts
 from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
 from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, VllmSettings, environment
 from nereus_core.cluster import Device
-from nereus_core.errors import ConfigError, SeatDead, WaitTimeout
+from nereus_core.errors import ConfigError, NereusError, SeatDead, WaitTimeout
 from nereus_core.layout import Layout, layer_ranges
 from nereus_core.model import ModelSpec
 
@@ -104,7 +105,7 @@ class VllmFactory:
             seats = tuple(self.pool.seat(device) for device in mine)
             host = self.pool.hosts.of(devices[0].node)
             port, folder = host.free_port(), host.folder_of(settings.model)
-        except (HostLost, SeatDead, WaitTimeout) as error:
+        except NereusError as error:
             raise EngineError(name, "start", str(error)) from error
         env: dict[str, str | None] = {"VLLM_PP_LAYER_PARTITION": None}
         if layout.pp > 1:
@@ -113,7 +114,7 @@ class VllmFactory:
         args = self._arguments(layout, devices, folder, port, env)
         try:
             lead = self.pool.front(devices[0]) if fronted else seats[0]
-        except (SeatDead, WaitTimeout) as error:
+        except NereusError as error:
             raise EngineError(name, "start", str(error)) from error
         engine = VllmEngine(name, layout, devices, lead, seats, settings, self._closed)
         self._ports[name] = (host, port)
@@ -121,7 +122,7 @@ class VllmFactory:
             lead.call("start", settings.start_s, args=args, env=env, secret=self.pool.secret)
             if layout.num_devices > 1:
                 engine.rpc("nereus_unlink_shared")
-        except (EngineError, EngineLost, SeatDead, SeatError, WaitTimeout) as error:
+        except NereusError as error:
             engine.broken(str(error))
             engine.close()
             raise EngineError(name, "start", str(error)) from error
@@ -207,8 +208,11 @@ class VllmFactory:
                 self.recycled += 1
 
     def close(self) -> None:
-        """End all seats, unless the pool is somebody else's."""
-        for host, port in self._ports.values():
-            host.sweep(port)
-        if self._owns_pool:
-            self.pool.close()
+        """End all seats, unless the pool is somebody else's; then what they leave; hosts last."""
+        with contextlib.ExitStack() as ending:  # the last first, each whatever becomes of another
+            if self._owns_pool:
+                ending.callback(self.pool.close)
+            for host, port in self._ports.values():
+                ending.callback(host.sweep, port)
+            if self._owns_pool:
+                ending.callback(self.pool.end)

@@ -10,12 +10,16 @@ import hashlib
 import itertools
 import os
 import pickle
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nereus_adapters.rollout.vllm.writing import Writer
 
 if TYPE_CHECKING:
     from nereus_adapters.rollout.vllm.seat_hosts import Opened
@@ -30,8 +34,6 @@ class HostSettings:
 
     node: str
     """Name of the host."""
-    address: str
-    """Of the host, as others reach it; empty to ask Ray."""
     accelerator: str
     env: Mapping[str, str]
     secret: bytes
@@ -49,9 +51,11 @@ class HostActor:
 
         told: HostSettings = pickle.loads(settings)
         self._local = LocalHost(told.accelerator, told.env, told.secret, told.start_s)
-        self._memory = HostMemory(told.node, told.address or get_node_ip_address())
+        self._memory = HostMemory(told.node, get_node_ip_address())
         self._seats: dict[int, Opened] = {}
+        self._writers: dict[int, Writer] = {}
         self._count = itertools.count()
+        self._putting = threading.Lock()
         self._ended = threading.Event()
 
     def hello(self) -> None:
@@ -82,6 +86,8 @@ class HostActor:
         """Start a seat; return its key here, its process id and its address."""
         opened = self._local.open(device, front=front)
         key = next(self._count)
+        assert isinstance(opened.line, Connection)
+        self._writers[key] = Writer(opened.line.send_bytes, f"to seat {device}")
         self._seats[key] = opened
         return key, opened.process.pid, opened.address
 
@@ -93,9 +99,12 @@ class HostActor:
         """Write a model's files into a folder of this host; return it."""
         digest = hashlib.sha256(pickle.dumps(sorted(files.items()))).hexdigest()[:16]
         folder = self._local.folder / f"model-{digest}"
-        folder.mkdir(exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+        with self._putting:
+            if not folder.exists():  # whole where it is: an engine may read it now
+                fresh = Path(tempfile.mkdtemp(dir=self._local.folder))
+                for name, content in files.items():
+                    (fresh / name).write_bytes(content)
+                fresh.rename(folder)
         return str(folder)
 
     def do_free_port(self) -> int:
@@ -118,7 +127,9 @@ class HostActor:
 
     def do_forget(self, key: int) -> None:
         """Let go of a seat that has ended."""
-        opened = self._seats.pop(key, None)
+        opened, writer = self._seats.pop(key, None), self._writers.pop(key, None)
+        if writer is not None:
+            writer.close()
         if opened is not None:
             opened.line.close()
             opened.process.close()
@@ -129,12 +140,9 @@ class HostActor:
         self._ended.set()
 
     def send(self, key: int, message: bytes) -> None:
-        """Hand a message to a seat."""
-        if (line := self._line(key)) is not None:
-            try:
-                line.send_bytes(message)
-            except OSError:  # whoever receives from it sees the end
-                return
+        """Hand a message to a seat; others do not wait for one that reads none."""
+        if (writer := self._writers.get(key)) is not None:
+            writer.write(message)
 
     def receive(self, key: int) -> list[bytes] | None:
         """Wait for messages of a seat; None when it is gone."""

@@ -90,7 +90,7 @@ class RayHost:
 
     def sweep(self, port: int) -> None:
         """Remove an engine's shared memory; a host that is gone has none."""
-        with contextlib.suppress(HostLost):
+        with contextlib.suppress(NereusError):  # what is left of it is a few small files
             self._host("sweep", port)
 
     def wait_ended(self, key: int, timeout_s: float) -> bool:
@@ -105,13 +105,16 @@ class RayHost:
         self._call("host", "host", f"do_{method}", (key,))
 
     def close(self) -> None:
-        """End the actor, after its stem. Safe to call twice."""
-        if self.alive:
-            with contextlib.suppress(HostLost, WaitTimeout):
-                self._host("close", wait_s=3 * END_S)
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self._actor, no_restart=True)
-        self._gone.wait(END_S)
+        """End the actor, after its stem; kill it when that fails. Safe to call twice."""
+        try:
+            if self.alive:
+                with contextlib.suppress(NereusError):
+                    self._host("close", wait_s=3 * END_S)
+        finally:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(self._actor, no_restart=True)
+            self._gone.wait(END_S)
+            self._gone.set()
 
     def _host(self, method: str, /, *args: object, wait_s: float | None = None) -> Any:
         wait_s = self._start_s if wait_s is None else wait_s
@@ -127,22 +130,23 @@ class RayHost:
         name = method.removeprefix("do_")
 
         def settle(done: Future[bytes]) -> None:
-            error = done.exception()
-            if isinstance(error, ray.exceptions.RayActorError):
+            if isinstance(done.exception(), ray.exceptions.RayActorError):
                 self._gone.set()
                 answer.set_exception(HostLost(self.node, name, "its actor has ended"))
-            elif error is not None:
-                answer.set_exception(error)
-            else:
+                return
+            try:
                 worked, value = pickle.loads(done.result())
-                if worked:
-                    answer.set_result(value)
-                elif value.kind == GarbledWeights.__name__:
-                    answer.set_exception(GarbledWeights.said(value.text))
-                elif value.timed is not None:
-                    answer.set_exception(WaitTimeout(*value.timed))
-                else:
-                    answer.set_exception(HostError(self.node, name, value))
+            except Exception as error:  # of Ray, or an answer that cannot be read here
+                answer.set_exception(HostError(self.node, name, Failed.of(error)))
+                return
+            if worked:
+                answer.set_result(value)
+            elif value.kind == GarbledWeights.__name__:
+                answer.set_exception(GarbledWeights.said(value.text))
+            elif value.timed is not None:
+                answer.set_exception(WaitTimeout(*value.timed))
+            else:
+                answer.set_exception(HostError(self.node, name, value))
 
         answer_of(run.remote(content)).add_done_callback(settle)
         return answer
@@ -172,9 +176,8 @@ class _RemoteLine:
         self._actor, self._key = actor, key
         self._come: deque[bytes] = deque()
 
-    def send(self, message: Any, /) -> None:
-        content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._actor.send.options(concurrency_group="send").remote(self._key, content)
+    def send_bytes(self, message: bytes, /) -> None:
+        self._actor.send.options(concurrency_group="send").remote(self._key, message)
 
     def recv(self) -> Any:
         if not self._come:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import secrets
 import threading
@@ -72,16 +73,40 @@ class RayHosts:
         self.secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._hosts: dict[str, RayHost] = {}
+        self._starting: dict[str, threading.Lock] = {}
+        """Node -> held while its actor is started, so that others are not waited for."""
+        self._closed = False
         self.delivery = Delivery(self, ray.util.get_node_ip_address(), wait_s=wait_s)
         self.weights: Hosts = self.delivery
 
     def of(self, node: str) -> RayHost:
-        """Return a node's host; where it has gone and Ray has another node, one there."""
+        """Return a node's host; where it has gone and Ray has another node, one there.
+
+        Raises:
+            HostLost: Ray has no such node now, or all has been closed.
+            WaitTimeout: its actor did not come up in time.
+        """
         with self._lock:
             host = self._hosts.get(node)
-            if host is None or not host.alive:
-                host = self._hosts[node] = self._started(node)
-            return host
+            if host is not None and host.alive:
+                return host
+            starting = self._starting.setdefault(node, threading.Lock())
+        with starting:
+            with self._lock:
+                before = self._hosts.get(node)
+                if before is not None and before.alive:  # somebody else has started it
+                    return before
+            host = self._started(node)
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._hosts[node] = host
+            if closed:
+                host.close()
+                raise HostLost(node, "start", "all hosts have been closed")
+        if before is not None:
+            before.close()  # were it only out of reach, it must not come back beside the other
+        return host
 
     def alive(self) -> dict[str, RayHost]:
         """Return hosts whose actors are there."""
@@ -94,7 +119,7 @@ class RayHosts:
         except SeatDead as error:
             raise HostLost(node, "start", str(error)) from error
         below = self._places.ray_node(node) or ""
-        told = HostSettings(node, "", self._accelerator, self._env, self.secret, self._start_s)
+        told = HostSettings(node, self._accelerator, self._env, self.secret, self._start_s)
         kind = ray.remote(concurrency_groups={**_GROUPS, "receive": self._receivers})(HostActor)
         actor = kind.options(**options).remote(pickle.dumps(told))
         host = RayHost(node, below, actor, self._start_s)
@@ -112,11 +137,15 @@ class RayHosts:
                     host.close()
                     raise WaitTimeout(f"the actor of host {node}", self._start_s) from None
             except ray.exceptions.RayError as error:
+                host.close()
                 raise HostLost(node, "start", str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """End all actors."""
+        """End all actors. Safe to call twice."""
         with self._lock:
+            self._closed = True
             hosts, self._hosts = list(self._hosts.values()), {}
-        for host in hosts:
-            host.close()
+        with contextlib.ExitStack() as ending:  # each ends, whatever becomes of another
+            ending.callback(self.delivery.close)
+            for host in hosts:
+                ending.callback(host.close)

@@ -29,8 +29,8 @@ _FOLDER_CHARS = 107 - 37
 class SeatLine(Protocol):
     """Messages to and from a seat."""
 
-    def send(self, message: Any, /) -> None:
-        """Send one; raises OSError when the seat is gone."""
+    def send_bytes(self, message: bytes, /) -> None:
+        """Send one, pickled; may block; raises OSError when the seat is gone."""
         ...
 
     def recv(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from nereus_adapters.rollout.hosts import HostLost
 from nereus_adapters.rollout.vllm.forking import END_S
 from nereus_adapters.rollout.vllm.seat_hosts import Process, SeatHosts, SeatLine
 from nereus_adapters.rollout.vllm.values import BROKEN, Call, Drawn, Reply
+from nereus_adapters.rollout.vllm.writing import Writer
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead, WaitTimeout
 
@@ -37,7 +39,7 @@ class SeatProcess:
 
     def __init__(self, device: Device, process: Process, line: SeatLine) -> None:
         self.device, self.process = device, process
-        self._line = line
+        self._line, self._writer = line, Writer(line.send_bytes, f"to seat {device}")
         self._lock = threading.Lock()
         self._open: dict[int, tuple[str, Future[Any]]] = {}
         self._next = 0
@@ -59,17 +61,18 @@ class SeatProcess:
         return self.process.pid
 
     def send(self, call: str, /, **kwargs: object) -> Future[Any]:
-        """Send a call; the future gets SeatDead when the seat ends first."""
+        """Send a call, without waiting; the future gets SeatDead when the seat ends first."""
         future: Future[Any] = Future()
+        with self._lock:
+            number = self._next
+            self._next += 1
+        message = _pickled(Call(number, call, kwargs))
         with self._lock:
             if self._ended:
                 future.set_exception(SeatDead(self.device, None, call))
-                return future
-            self._open[self._next] = (call, future)
-            message = Call(self._next, call, kwargs)
-            self._next += 1
-            with contextlib.suppress(OSError):  # its reader sees the end
-                self._line.send(message)
+            else:
+                self._open[number] = (call, future)
+                self._writer.write(message)
         return future
 
     def call(self, call: str, timeout_s: float, /, **kwargs: object) -> Any:
@@ -93,18 +96,37 @@ class SeatProcess:
 
     def close(self) -> None:
         """Let the process end, after what it is doing; kill it when that takes long."""
-        with self._lock, contextlib.suppress(OSError):
-            self._line.send(None)
-        if not self.process.ended(END_S):
+        self._writer.write(_pickled(None))
+        if not self._ends():
             self.process.kill()
         self._reader.join(END_S)
 
+    def _ends(self) -> bool:
+        """Wait for the end of the process; its host may not know, or not answer."""
+        try:
+            return self.process.ended(END_S)
+        except NereusError:
+            return False
+
     def _read(self) -> None:
+        with contextlib.ExitStack() as ending:  # the last first, each whatever becomes of another
+            ending.callback(self.process.close)
+            ending.callback(self._line.close)
+            ending.callback(self._writer.close)
+            ending.callback(self._gone)
+            ending.callback(self._ensure_end)
+            try:
+                self._listen()
+            except BaseException:
+                self.process.kill()
+                raise
+
+    def _listen(self) -> None:
         while True:
             try:
                 message = self._line.recv()
             except (EOFError, OSError):
-                break
+                return
             if isinstance(message, list):
                 self.on_drawn(message)
             elif message.id == BROKEN:
@@ -116,17 +138,23 @@ class SeatProcess:
                     future.set_result(message.value)
                 else:
                     future.set_exception(SeatError(self.device, method, message))
-        if not self.process.ended(END_S):
+
+    def _ensure_end(self) -> None:
+        if not self._ends():
             self.process.kill()
-            self.process.ended(END_S)
+            self._ends()
+
+    def _gone(self) -> None:
         with self._lock:
             self._ended = True
             left, self._open = self._open, {}
         for method, future in left.values():
             future.set_exception(SeatDead(self.device, None, method))
         self.on_broken(f"seat {self.device} ended")
-        self._line.close()
-        self.process.close()
+
+
+def _pickled(message: Call | None) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class SeatPool:
@@ -198,15 +226,21 @@ class SeatPool:
             seat.kill()
 
     def close(self) -> None:
-        """End all seats and remove the pool's folder. Safe to call twice."""
+        """End all seats, then their hosts. Safe to call twice."""
+        try:
+            self.end()
+        finally:
+            self.hosts.close()
+
+    def end(self) -> None:
+        """End all seats; hosts stay."""
         with self._lock:
             seats, self._seats = list(self._seats.values()), {}
         threads = [threading.Thread(target=seat.close) for seat in seats if seat.alive]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(3 * END_S)
-        self.hosts.close()
+            thread.join(4 * END_S)
 
     def _started(self, device: Device, *, front: bool = False) -> SeatProcess:
         try:
