@@ -285,7 +285,9 @@ def test_samples_are_those_of_the_batch_that_was_trained_on():
         consumed(trained_on("c_0_0"), submitted, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"stand": "nowhere", "pool": "ray"}, {"stands": "nowhere"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"stand": "nowhere", "pool": "ray"}, {"stands": "nowhere"}]
+)
 def test_options_that_the_harness_does_not_know_are_refused(options):
     with pytest.raises(ConfigError, match="expected stand=MODULE alone"):
         VerlHarness.of(options)
