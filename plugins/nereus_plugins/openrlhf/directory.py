@@ -42,11 +42,13 @@ class Directory:
 
 
 def open_on(trainer: Any, name: str) -> None:
-    """Start the directory; it lives as long as the trainer does."""
+    """Start the directory on the trainer's own node: it lives as long as the trainer does."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class = ray.remote(num_cpus=0)(Directory)
-    setattr(trainer, ATTRIBUTE, actor_class.options(name=name).remote())
+    setattr(trainer, ATTRIBUTE, actor_class.options(name=name, scheduling_strategy=here).remote())
 
 
 def _find(name: str) -> Any:
