@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, permutations
+from itertools import groupby, permutations
 from operator import attrgetter
 
 import numpy as np
@@ -90,26 +90,29 @@ def group_sizes(num_devices: int) -> IntArray:
     return np.array(sorted(sizes | {num_devices}))
 
 
-def cut(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Place groups one after another, the largest first; returns (start, end) in input order."""
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    ends = accumulate(sizes[i] for i in order)
-    found = {i: (end - sizes[i], end) for i, end in zip(order, ends, strict=True)}
-    return [found[i] for i in range(len(sizes))]
-
-
 Spans = tuple[tuple[int, int], ...]
 """Where groups lie in the order of devices: (start, end) of each."""
+
+
+def largest_first(sizes: Sequence[int]) -> list[int]:
+    """Return the order of groups by size; those of one size as they come."""
+    return sorted(range(len(sizes)), key=lambda i: -sizes[i])
+
+
+def cut(sizes: Sequence[int], order: Iterable[int]) -> Spans:
+    """Place groups one after another in an order; returns where, in input order."""
+    at, start = {}, 0
+    for i in order:
+        at[i] = (start, start + sizes[i])
+        start += sizes[i]
+    return tuple(at[i] for i in range(len(sizes)))
 
 
 def arrangements(sizes: Sequence[int], node_sizes: Sequence[int]) -> tuple[Spans, ...]:
     """Cut groups off in every order that gives some group another shape; largest first to begin."""
     found: dict[tuple[Shape, ...], Spans] = {}
-    first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    for order in permutations(first):
-        ends = accumulate(sizes[i] for i in order)
-        at = {i: (end - sizes[i], end) for i, end in zip(order, ends, strict=True)}
-        spans = tuple(at[i] for i in range(len(sizes)))
+    for order in permutations(largest_first(sizes)):
+        spans = cut(sizes, order)
         found.setdefault(tuple(shape_between(node_sizes, *span) for span in spans), spans)
     return tuple(found.values())
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from nereus_core.plan import Plan
 from nereus_core.planner.bounds import Block, partitions
-from nereus_core.planner.groups import Shape, cut, packed, shape_between
+from nereus_core.planner.groups import Shape, cut, largest_first, packed, shape_between
 from nereus_core.planner.space import Space
 
 
@@ -39,7 +39,7 @@ def _smallest(space: Space, blocks: tuple[Block, ...]) -> Plan | None:
     spare = space.num_devices - len(blocks)
     sizes = [1 + int(spare * want / wants.sum()) for want in wants]
     placements = {}
-    for block, span in zip(blocks, cut(sizes), strict=True):
+    for block, span in zip(blocks, cut(sizes, largest_first(sizes)), strict=True):
         shape = shape_between(space.node_sizes, *span)
         devices = space.devices[slice(*span)]
         for index in block:

@@ -12,7 +12,7 @@ from nereus_core.cost.transition import bytes_to_move
 from nereus_core.plan import Placement, Plan, place_problems
 from nereus_core.planner.bounds import TIE
 from nereus_core.planner.choices import Choice
-from nereus_core.planner.groups import packed, shape_between
+from nereus_core.planner.groups import Spans, cut, packed, shape_between
 from nereus_core.planner.search import Solution
 from nereus_core.planner.space import Space
 from nereus_core.workload import ModelStage
@@ -126,18 +126,15 @@ class Placer:
         yield canonical
         spans = solution.spans
         shapes = [shape_between(self.space.node_sizes, *span) for span in spans]
+        sizes = [end - start for start, end in spans]
         for order in permutations(range(len(spans))):
-            at, groups = 0, list(spans)
-            for i in order:
-                size = spans[i][1] - spans[i][0]
-                groups[i] = (at, at + size)
-                at += size
+            groups = cut(sizes, order)
             if [shape_between(self.space.node_sizes, *group) for group in groups] == shapes:
                 plan = self._near(solution, groups)
                 if self._as_good(plan, limit_s):
                     yield plan
 
-    def _near(self, solution: Solution, groups: Sequence[tuple[int, int]]) -> Plan:
+    def _near(self, solution: Solution, groups: Spans) -> Plan:
         """Place every stage in its group, beside the units that it has there now."""
         assert self.current is not None
         placements = {}
