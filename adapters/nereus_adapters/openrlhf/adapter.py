@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from nereus_adapters.openrlhf import CAPABILITIES, lock, parking
@@ -49,20 +49,24 @@ class OpenRLHFAdapter(LedgerAdapter):
 
     def job(self) -> Job:
         """Static facts; devices whose node is gone are marked."""
-        gone = self._supply.gone()
+        return self._job_without(self._supply.gone())
+
+    def _job_without(self, gone: frozenset[Device]) -> Job:
         return self._job.on(self._job.cluster.without(gone)) if gone else self._job
 
     def units(self) -> UnitMap:
-        """Units alive now. A group that lost a rank has lost state: ZeRO keeps each part once."""
-        alive, gone = self._running.alive, self._supply.gone()
-        lost = [alive[unit] for unit in alive if not gone.isdisjoint(alive[unit].devices)]
-        broken = {unit.model_stage for unit in lost if unit.model_stage.stage is Stage.TRAIN}
-        ended = [u for u in alive if u.model_stage in broken or alive[u] in lost]
-        return alive.replace(ended, ())
+        """Units alive now."""
+        return self._intact(self._lost(self._supply.gone()))
 
-    def _lost(self) -> list[Unit]:
-        units = self.units()
-        return [unit for unit in self._running.alive.values() if unit.id not in units]
+    def _intact(self, lost: Iterable[Unit]) -> UnitMap:
+        return self._running.alive.replace([unit.id for unit in lost], ())
+
+    def _lost(self, gone: frozenset[Device]) -> list[Unit]:
+        """Units gone with devices. A group that lost a rank is: ZeRO keeps each part once."""
+        alive = self._running.alive.values()
+        hit = [unit for unit in alive if not gone.isdisjoint(unit.devices)]
+        broken = {unit.model_stage for unit in hit if unit.model_stage.stage is Stage.TRAIN}
+        return [unit for unit in alive if unit in hit or unit.model_stage in broken]
 
     def observe(self) -> Observation:
         """Drain what was heard since the last call; what waits on devices asked back, ends."""
@@ -124,7 +128,7 @@ class OpenRLHFAdapter(LedgerAdapter):
         try:
             with lock.held(self._running.trainer, stages, timeout_s):
                 try:
-                    self._linking.enter(self._lost())
+                    self._linking.enter(self._lost(self._supply.gone()))
                     yield Boundary(held, self._running.signals.step + 1)
                 finally:
                     self._linking.leave()
@@ -138,15 +142,22 @@ class OpenRLHFAdapter(LedgerAdapter):
             PlanError: the units alive are not the plan's.
             TransitionFailed: it could not be built; says whether the old layout is back.
         """
-        require_plan(plan, self.job(), self.units())
+        gone = self._supply.gone()
+        require_plan(plan, self._job_without(gone), self._intact(self._lost(gone)))
         self._linking.link()
 
     # --- Primitives -----------------------------------------------------------------------------
 
     def _standing(self) -> Standing:
-        gate, lost = self._running.gate, [unit.id for unit in self._lost()]
+        gate, gone = self._running.gate, self._supply.gone()  # one look at Ray for all of it
+        lost = self._lost(gone)
         return Standing(
-            self.job(), self.units(), gate.held, gate.inside, self._linking.resting, lost
+            self._job_without(gone),
+            self._intact(lost),
+            gate.held,
+            gate.inside,
+            self._linking.resting,
+            [unit.id for unit in lost],
         )
 
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
