@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -245,12 +245,12 @@ class Delivery:
         for home, future in asked:
             self._result(home, future, "check weights")
 
-    def read(self, piece: Piece) -> bytes:
-        """Fetch the bytes of a piece."""
-        with self._lock:
-            home = self._at.get(piece.segment, Home(DRIVER, self._own))
-        found: bytes = self._result(home, home.host.ask("read", piece), "read weights")
-        return found
+    def read(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
+        """Fetch the bytes of pieces, one after another."""
+        for piece in pieces:
+            with self._lock:
+                home = self._at.get(piece.segment, Home(DRIVER, self._own))
+            yield self._result(home, home.host.ask("read", piece), "read weights")
 
     def _result(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from nereus_adapters.rollout.segment import Segment, remove, reserve
@@ -79,8 +79,8 @@ class Hosts(Protocol):
         """
         ...
 
-    def read(self, piece: Piece) -> bytes | memoryview:
-        """Return the bytes of a piece.
+    def read(self, pieces: Iterable[Piece]) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of pieces, each until the next is asked for.
 
         Raises:
             HostLost, WaitTimeout: its host is gone or does not answer.
@@ -115,20 +115,29 @@ class ThisHost:
         """Check all of it."""
         check(published.pieces, published.version)
 
-    def read(self, piece: Piece) -> bytes | memoryview:
-        """Return the bytes of a piece, mapped."""
-        return Segment(piece.segment).view(piece.offset, piece.num_bytes)
+    def read(self, pieces: Iterable[Piece]) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of pieces, mapped."""
+        return (content for _, content in contents(pieces))
 
 
 def check(pieces: Iterable[Piece], version: int) -> None:
     """Raise GarbledWeights when pieces in segments of this host are not what was published."""
+    for piece, content in contents(pieces):
+        piece.check(content, version)
+
+
+def contents(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, memoryview]]:
+    """Yield pieces in segments of this host with their bytes, each segment mapped once.
+
+    Bytes are unmapped when the next piece is asked for: nobody may hold on to them.
+    """
     segments: dict[str, Segment] = {}
     try:
         for piece in pieces:
             if piece.segment not in segments:
                 segments[piece.segment] = Segment(piece.segment)
             with segments[piece.segment].view(piece.offset, piece.num_bytes) as content:
-                piece.check(content, version)
+                yield piece, content
     finally:
         for segment in segments.values():
             segment.close()

@@ -164,9 +164,9 @@ def published_digests(published: Published, hosts: Hosts) -> dict[str, str]:
     """Digest published weights as a training unit's seats digest theirs: parts add up."""
     dtype: torch.dtype = getattr(torch, published.dtype)
     partials = []
-    for piece in published.pieces:
-        content = bytearray(hosts.read(piece))
-        values = torch.frombuffer(content, dtype=dtype).view(piece.cell.box.shape)
+    contents = hosts.read(published.pieces)
+    for piece, content in zip(published.pieces, contents, strict=True):
+        values = torch.frombuffer(bytearray(content), dtype=dtype).view(piece.cell.box.shape)
         partials.append({f"{Slot.PARAM}/{piece.cell.tensor}": digest_box(values, piece.cell.box)})
     return combine(partials)
 
