@@ -19,6 +19,7 @@ from nereus_adapters.rollout.vllm.seat_hosts import Opened
 from nereus_adapters.rollout.vllm.seats import SeatProcess
 from nereus_adapters.rollout.vllm.settings import VllmSettings
 from nereus_adapters.rollout.vllm.values import Drawn, Reply
+from nereus_adapters.rollout.vllm.writing import Writer
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, SeatDead
 from nereus_core.layout import Layout
@@ -116,6 +117,37 @@ def test_who_sends_does_not_wait_for_a_seat_that_takes_no_messages():
     assert not future.done()
     seat.kill()
     assert future.result(WAIT_S).finish is Finish.INTERRUPTED
+
+
+class Slow:
+    """A line whose message goes when it may."""
+
+    def __init__(self):
+        self.begun, self.may, self.closed = (threading.Event() for _ in range(3))
+        self.sent = []
+
+    def send_bytes(self, message):
+        self.begun.set()
+        assert self.may.wait(WAIT_S)
+        assert not self.closed.is_set()
+        self.sent.append(message)
+
+    def close(self):
+        self.closed.set()
+
+
+def test_a_line_is_not_closed_under_a_message():
+    line = Slow()
+    writer = Writer(line, "to a slow seat")
+    writer.write(b"first")
+    writer.write(b"second")
+    assert line.begun.wait(WAIT_S)
+    writer.close()
+    writer.close()
+    assert not line.closed.is_set()
+    line.may.set()
+    assert line.closed.wait(WAIT_S)
+    assert line.sent == [b"first"]
 
 
 def test_nothing_is_served_after_a_part_of_the_weights_was_loaded():

@@ -87,7 +87,7 @@ class HostActor:
         opened = self._local.open(device, front=front)
         key = next(self._count)
         assert isinstance(opened.line, Connection)
-        self._writers[key] = Writer(opened.line.send_bytes, f"to seat {device}")
+        self._writers[key] = Writer(opened.line, f"to seat {device}")
         self._seats[key] = opened
         return key, opened.process.pid, opened.address
 
@@ -131,7 +131,6 @@ class HostActor:
         if writer is not None:
             writer.close()
         if opened is not None:
-            opened.line.close()
             opened.process.close()
 
     def do_close(self) -> None:

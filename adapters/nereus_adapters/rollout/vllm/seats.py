@@ -39,7 +39,7 @@ class SeatProcess:
 
     def __init__(self, device: Device, process: Process, line: SeatLine) -> None:
         self.device, self.process = device, process
-        self._line, self._writer = line, Writer(line.send_bytes, f"to seat {device}")
+        self._line, self._writer = line, Writer(line, f"to seat {device}")
         self._lock = threading.Lock()
         self._open: dict[int, tuple[str, Future[Any]]] = {}
         self._next = 0
@@ -111,7 +111,6 @@ class SeatProcess:
     def _read(self) -> None:
         with contextlib.ExitStack() as ending:  # the last first, each whatever becomes of another
             ending.callback(self.process.close)
-            ending.callback(self._line.close)
             ending.callback(self._writer.close)
             ending.callback(self._gone)
             ending.callback(self._ensure_end)

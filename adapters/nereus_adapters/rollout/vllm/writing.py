@@ -4,33 +4,55 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from typing import Protocol
+
+
+class Line(Protocol):
+    """Where messages go."""
+
+    def send_bytes(self, message: bytes, /) -> None:
+        """Send one; may block; raises OSError when the process is gone."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
 
 
 class Writer:
     """Thread-safe. Messages wait in memory while the process reads none.
 
+    The line is the writer's to close: closed by another thread under a write, it would have no
+    file any more, or one that was opened since.
+
     Args:
-        put: sends one, and may block; raises OSError when the process is gone.
+        line: to the process.
         name: of the thread.
     """
 
-    def __init__(self, put: Callable[[bytes], None], name: str) -> None:
-        self._put = put
+    def __init__(self, line: Line, name: str) -> None:
+        self._line = line
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._gone = threading.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def write(self, message: bytes) -> None:
-        """Send a message after those before it."""
+        """Send a message after those before it; dropped once the process is gone."""
         self._messages.put(message)
 
     def close(self) -> None:
-        """End the thread, once what was to be sent has been. Safe to call twice."""
+        """Close the line, once a message that is under way has gone or failed; drop the others.
+
+        Does not wait. Safe to call twice.
+        """
+        self._gone.set()
         self._messages.put(None)
 
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
-            try:
-                self._put(message)
-            except OSError:  # whoever reads from the process sees its end
-                return
+            if not self._gone.is_set():
+                try:
+                    self._line.send_bytes(message)
+                except OSError:  # whoever reads from the process sees its end
+                    self._gone.set()
+        self._line.close()
