@@ -10,7 +10,6 @@ from typing import cast
 import numpy as np
 
 from nereus_core.cluster import Device
-from nereus_core.cost.compute import stage_work, sync_work
 from nereus_core.cost.corrections import Between
 from nereus_core.cost.coverage import NOISE, Coverage
 from nereus_core.cost.curves import Curves, curves_of
@@ -18,11 +17,11 @@ from nereus_core.cost.efficiency import EfficiencyTable
 from nereus_core.cost.interval import Interval
 from nereus_core.cost.kernels import prior_fractions
 from nereus_core.cost.lengths import Lengths
-from nereus_core.cost.memory import persistent_bytes, transient_bytes, wave_ladder
 from nereus_core.cost.moving import Moving
 from nereus_core.cost.op_classes import FloatArray
 from nereus_core.cost.peaks import Peaks
-from nereus_core.cost.shapes import Options, RankShapes
+from nereus_core.cost.shapes import Options
+from nereus_core.cost.stage_table import Known, StageTable, stage_table
 from nereus_core.cost.step import Cell, StepCost, makespan, options_of, regions
 from nereus_core.cost.transition import primitive_work
 from nereus_core.layout import Layout
@@ -43,31 +42,6 @@ _AS_STAGES = cast(Moving, None)
 def _spread(step_s: float, deviation_s: float) -> float:
     """Deviation of the log of one measured step: the model's own, and the noise of measuring."""
     return math.hypot(deviation_s / step_s, NOISE)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageTable:
-    """Seconds and bytes of many ways to run one model-stage; rows are options x waves."""
-
-    stage: ModelStage
-    options: Options
-    waves: FloatArray
-    work: FloatArray
-    """Ideal seconds per class [row, class]."""
-    sync_work: FloatArray
-    seconds: FloatArray
-    sync_s: FloatArray
-    persistent_bytes: FloatArray
-    transient_bytes: FloatArray
-
-    def rows(self, start: int, end: int) -> StageTable:
-        """Return some rows as a table of their own; nothing is copied."""
-        at = slice(start, end)
-        options = self.options.take(at)
-        return StageTable(
-            self.stage, options, self.waves[at], self.work[at], self.sync_work[at],
-            self.seconds[at], self.sync_s[at], self.persistent_bytes[at], self.transient_bytes[at],
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,31 +132,8 @@ class CostModel:
 
     def table(self, stage: ModelStage, options: Options, lengths: Lengths) -> StageTable:
         """Predict many ways to run one stage at once; each option once per number of waves."""
-        ladder = np.array(wave_ladder(self.job, stage), dtype=np.float64)
-        # More rounds than sequences are as many as sequences: such rows are priced once.
-        most = np.searchsorted(ladder, self.job.global_batch / options.dp)
-        last = np.minimum(most, len(ladder) - 1)[:, None]
-        at, wave = np.nonzero(np.arange(len(ladder)) <= last)
-        first = np.cumsum(last.ravel() + 1) - last.ravel() - 1
-        expand = (first[:, None] + np.minimum(np.arange(len(ladder)), last)).ravel()
-        waves = ladder[wave]
-        rows = options.take(at)
-        job, shapes = self.job, RankShapes.of(self.job.model(stage), rows)
-        work = stage_work(job, stage, rows, shapes, lengths, waves, self._curves)
-        sync = sync_work(job, stage, rows, shapes)
-        return StageTable(
-            stage,
-            rows.take(expand),
-            np.broadcast_to(ladder, (len(options), len(ladder))).ravel(),
-            work[expand],
-            sync[expand],
-            self.efficiencies.table(stage, rows.tp, rows.pp, work)[expand],
-            (sync @ self.efficiencies.inverse * self.between.sync_factor)[expand],
-            persistent_bytes(job, stage, rows, shapes)[expand],
-            (self.peaks.factor(stage) * transient_bytes(job, stage, rows, shapes, lengths, waves))[
-                expand
-            ],
-        )
+        known = Known(self.efficiencies, self.between, self.peaks, self._curves)
+        return stage_table(self.job, stage, options, lengths, known)
 
     def memory(self, plan: Plan, lengths: Lengths) -> Mapping[Device, int]:
         """Predict peak bytes per device in use, headroom not counted."""

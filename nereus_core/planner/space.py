@@ -9,9 +9,9 @@ import numpy as np
 
 from nereus_core.cluster import Device
 from nereus_core.cost import CostModel, Lengths
-from nereus_core.cost.cost_model import StageTable
 from nereus_core.cost.op_classes import BoolArray, FloatArray, IntArray
 from nereus_core.cost.shapes import Options
+from nereus_core.cost.stage_table import StageTable
 from nereus_core.cost.step import levels
 from nereus_core.errors import NoFeasiblePlan
 from nereus_core.layout import Layout
