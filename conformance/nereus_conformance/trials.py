@@ -19,6 +19,9 @@ from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 
+from rich.console import Console
+from rich.progress import track
+
 from nereus_conformance import hookspecs
 from nereus_conformance.fault_matrix import matrix, replaced, table
 from nereus_conformance.points import FAULTS
@@ -65,6 +68,13 @@ def harness_of(
     return found
 
 
+def run_all(trials: Trials, seeds: Sequence[int]) -> list[Result]:
+    """Run a trial per seed; on a terminal, a bar on stderr says how far it is."""
+    console = Console(stderr=True)
+    bar = track(seeds, "trials", console=console, disable=not console.is_terminal)
+    return [trials.run(trials.draw(seed)) for seed in bar]
+
+
 def main() -> int:
     """Run trials, or the matrix; says by its exit code whether anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -89,7 +99,7 @@ def main() -> int:
             return "WRONG" in rows
         begin_s = time.monotonic()
         seeds = range(chosen.seed, chosen.seed + chosen.trials)
-        found = report([trials.run(trials.draw(s)) for s in seeds], time.monotonic() - begin_s)
+        found = report(run_all(trials, seeds), time.monotonic() - begin_s)
     print(json.dumps(found, indent=None if chosen.json else 2))
     return bool(found["wrong"])
 

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from nereus_conformance.trial import Trials
-from nereus_conformance.trials import LIMIT_S, harness_of, report
+from nereus_conformance.trials import LIMIT_S, harness_of, report, run_all
 
 ADAPTERS = {"contract": "sim", "real": "torch"}
 DEFAULT_TRIALS = {"contract": 2000, "real": 200}
@@ -39,8 +39,7 @@ def main() -> int:
     ):
         trials = Trials(harness, Path(folder), limit_s=LIMIT_S[chosen.tier])
         begin_s, seeds = time.monotonic(), range(chosen.first, chosen.first + num_trials)
-        results = [trials.run(trials.draw(seed)) for seed in seeds]
-        found = report(results, time.monotonic() - begin_s)
+        found = report(run_all(trials, seeds), time.monotonic() - begin_s)
     found = {"tier": chosen.tier, **found}
     if chosen.json:
         print(json.dumps(found))
