@@ -141,8 +141,8 @@ class LocalHost:
         """Fork a seat and connect to it."""
         name = str(next(self._count))
         address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
-        deadline_s = time.monotonic() + self._start_s
         process = self._stem.fork(Fork(str(address), str(log), front))
+        deadline_s = time.monotonic() + self._start_s  # the stem's imports have had their own
         while (connection := self._connected(address)) is None:
             if process.ended(0.005):
                 error = SeatDead(device, None, "its start")
