@@ -291,8 +291,24 @@ def _node(session, becomes):
         time.sleep(0.1)
 
 
-def _kill_node():
-    """End the raylet of the second node, without a word to anybody."""
+def _pids_there(session):
+    """Processes of ranks and engines on the second node; on a node that is lost all end at once."""
+    import ray
+
+    running = session.controller._adapter._running
+    handles = [rank for (_, device), rank in running.ranks.items() if device.node == NODE]
+    for unit, engine in running.engines.items():
+        if any(device.node == NODE for device in running.alive[unit].devices):
+            handles.append(engine)
+    return ray.get([h.__ray_call__.remote(_own_pid) for h in handles], timeout=60)
+
+
+def _own_pid(actor):
+    return os.getpid()
+
+
+def _kill_node(pids=()):
+    """End the raylet of the second node and these processes, without a word to anybody."""
     import psutil
     import ray
 
@@ -305,6 +321,9 @@ def _kill_node():
         if (words := process.info["cmdline"] or [""])[0].endswith("raylet") and mine.issubset(words)
     ]
     raylet.kill()
+    for pid in pids:
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            process.kill()
 
 
 AMID = "killed amid "
@@ -315,10 +334,10 @@ _armed = set()
 
 def _arm(session, step, part):
     """Let the second node be killed in the next step, in the middle of this part of it."""
-    trainer = session.controller._adapter._running.trainer
+    trainer, pids = session.controller._adapter._running.trainer, _pids_there(session)
 
     def kill(*_):
-        _kill_node()
+        _kill_node(pids)
         _killed_s[step] = time.time()
 
     if part == "generation":  # the first response has come
