@@ -36,8 +36,7 @@ class Outlook:
     @property
     def lost(self) -> frozenset[Device]:
         """Devices of the plan that are gone, as the job says at this moment."""
-        planned = {device for placement in self.now.plan.values() for device in placement.devices}
-        return self._adapter.job().cluster.failed & planned
+        return self._adapter.job().cluster.failed & self.now.plan.devices
 
     def look(self) -> None:
         """Look again, after a transition: units and plan are others."""
