@@ -45,7 +45,9 @@ def test_a_job_goes_on_without_the_engine_and_the_reference_of_a_lost_node(asset
     assert any(isinstance(event, DevicesChanged) for event in events)
     done = [event.outcome for event in events if isinstance(event, TransitionFinished)]
     assert done == ["done", "done"]
-    require_sound_end(ran, (spread, lost), tmp_path, steps=5)
+    # Amid a broadcast the step has trained already; its number is not that of a boundary.
+    records = (spread,) if part == "broadcast" else (spread, lost)
+    require_sound_end(ran, records, tmp_path, steps=5)
 
 
 def test_a_job_that_lost_state_with_a_node_says_so_and_goes_on_from_its_checkpoint(
