@@ -54,8 +54,8 @@ CAPABILITIES = Capabilities(
 
 
 _UNLINKED = KnownFailure(
-    "between primitives a group that changes is in host memory and engines are not started: devices "
-    "hold nothing of them until the job is linked",
+    "between primitives a group that changes is in host memory and engines are not started: "
+    "devices hold nothing of them until the job is linked",
     says=r"I7 released: .*(left 0 bytes|index=\d\): 0)",
 )
 KNOWN_FAILURES: dict[str, str | KnownFailure] = {
