@@ -14,7 +14,13 @@ from ray.cluster_utils import Cluster
 WAIT_S = 180.0
 STORE_BYTES = 80 * 2**20
 # Workers that nobody asked for take as long to start as those that the tests wait for.
-NO_PRESTART = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
+# Ray gives its workers way to all else (nice 15); beside a busy process they would hardly run.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+}
 # A lost raylet is declared dead after about 3 s instead of 13.
 QUICK_DEATH = {"health_check_period_ms": 500, "health_check_failure_threshold": 5}
 
@@ -58,8 +64,10 @@ class Nodes:
 @contextmanager
 def cluster():
     """Start a cluster, and end it."""
-    environ = {"RAY_USAGE_STATS_ENABLED": "0", **NO_PRESTART}
-    with mock.patch.dict(os.environ, environ), mock.patch.object(services, "get_node", _patient):
+    with (
+        mock.patch.dict(os.environ, ENVIRONMENT),
+        mock.patch.object(services, "get_node", _patient),
+    ):
         made = Nodes()
         try:
             yield made

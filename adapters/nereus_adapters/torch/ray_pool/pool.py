@@ -165,11 +165,12 @@ class RayPool(SeatLine[ActorChannel]):
                 channel.kill()
                 raise SeatDead(device, None, f"start: Ray has lost the node of {device.node}")
         if not pending.future.done():
-            where = f"Ray node {channel.node_id}"
             awaited = (
-                f"seat {device} to come up on {where}: Ray starts a process, which imports torch"
+                f"seat {device} to come up on Ray node {channel.node_id}: a worker of Ray imports "
+                "torch there, behind all other processes (RAY_worker_niceness); the limit is "
+                "backend.start_s"
             )
-            raise WaitTimeout(f"{awaited} (backend.start_s)", self._start_s)
+            raise WaitTimeout(awaited, self._start_s)
         try:
             pending.wait(0.0)
         except SeatDead as error:  # on a node that is gone and that Ray has not missed yet, too
