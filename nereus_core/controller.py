@@ -12,6 +12,7 @@ from nereus_core.acting import carry_out, finish
 from nereus_core.adapter import Adapter, Receipt
 from nereus_core.admission import Decision
 from nereus_core.capabilities import Capabilities, Feature
+from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.cost import CostModel
 from nereus_core.cost.op_classes import OpClass
@@ -106,6 +107,11 @@ class Controller:
     def plan(self) -> Plan:
         """The plan the job runs."""
         return self._outlook.now.plan
+
+    @property
+    def lost(self) -> frozenset[Device]:
+        """Devices of the plan that the job says are gone, seen now: no step that uses them ends."""
+        return self._outlook.lost
 
     @property
     def predicted_s(self) -> float:

@@ -33,6 +33,11 @@ class Outlook:
         """Predicted seconds of the next step."""
         return self.known.predicted_s(self.now)
 
+    @property
+    def lost(self) -> frozenset[Device]:
+        """Devices of the plan that are gone, as the job says at this moment."""
+        return self._adapter.job().cluster.failed & self.now.plan.devices
+
     def look(self) -> None:
         """Look again, after a transition: units and plan are others."""
         self.now = self._look(self.now.usable, None)

@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from nereus_core.attach import attached
+from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
-from nereus_core.errors import NoFeasiblePlan
+from nereus_core.errors import NoFeasiblePlan, StateLost
 from nereus_core.events import EventLog
 from nereus_core.observation import TokenStats
 from nereus_core.registry import Registry
@@ -33,6 +34,8 @@ class Session:
     controller: Controller
     figures: Figures
     _opened: ExitStack
+    explain: Callable[[StateLost], StateLost] = lambda lost: lost
+    """Adds to an error what is known of the framework's own checkpoints."""
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
 
@@ -76,12 +79,18 @@ class Session:
                 self._said.add(str(error))
                 say(f"[nereus] {error} The job goes on as it is.")
         except Exception as error:
-            self._end(f"failed: {type(error).__name__}: {error}")
+            told = self.explain(error) if isinstance(error, StateLost) else error
+            self._end(f"failed: {type(told).__name__}: {told}")
             if self.adapts:
-                raise
-            say(refusal(self.framework, error))
+                raise told from error.__cause__
+            say(refusal(self.framework, told))
             return False
         return True
+
+    @property
+    def lost(self) -> frozenset[Device]:
+        """Devices of the plan that are gone; none once the session is closed."""
+        return frozenset() if self._closed else self.controller.lost
 
     @property
     def adapts(self) -> bool:

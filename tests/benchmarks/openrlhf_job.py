@@ -11,14 +11,13 @@ Three parts, on this machine's CPU with tiny models: what counts are ratios with
   kernel enforces it (RLIMIT_DATA). Responses grow until the activations of a step no longer fit
   on ranks of [2, tp1]. OpenRLHF alone dies there; with Nereus the job goes on as [1, tp2], by its
   own decision.
-- ``starts``: a change of engines, 2xTP1 -> 1xTP2, whose new engine starts in an actor that is
-  started for it and in processes that vLLM spawns there, and one whose engine starts in a seat that
-  waited for it, in forks. OpenRLHF's own engine of two devices has Ray's actors for workers, which
-  no part measures.
+- ``starts``: the same change of layout, engines 2xTP1 -> 1xTP2, in two ways: live, by Nereus, and
+  by ending the job and starting it with the other flags. A restart costs what a job of one step
+  takes beyond that step; saving a checkpoint and loading it, which a real one needs, comes on top.
 
 Processes of the first two parts are forked from one that has imported everything
-(tests/support/openrlhf_cpu/stem.py), those of ``starts`` are not. Each part takes two to six
-minutes.
+(tests/support/openrlhf_cpu/stem.py), those of ``starts`` are not: a job that is started has to
+import. Each part takes two to six minutes.
 
 Needs the environment of `tox -e real-openrlhf`:
     tox exec -e real-openrlhf -- python tests/benchmarks/openrlhf_job.py --json
@@ -43,6 +42,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # before this fi
 PARTS = ("growing", "memory", "starts")
 PROMPTS, SAMPLES = 8, 2
 _LIMIT = "OPENRLHF_TEST_RANK_BYTES"
+_JOB_S = 600.0
+"""Longest that one job may take, from processes that import everything on a busy machine."""
 _NO_MEMORY = "can't allocate memory"
 """What torch's allocator for the CPU says."""
 GROWING = {
@@ -241,22 +242,22 @@ def _grown(
 
 
 def starts(folder: Path) -> dict[str, Any]:
-    """Change engines in two jobs: in processes that start for it, and in a seat that waited."""
+    """Change engines live, and by a restart of the job with the other layout."""
     from openrlhf_job import make_assets
 
     assets = make_assets(folder / "assets", prompts=PROMPTS * 2)
     words = {k: v for k, v in GROWING.items() if not k.startswith("rollout")}
-    words |= {"actor__num_gpus_per_node": 1, "data__max_len": 64, "data__max_samples": PROMPTS * 2}
+    words |= {"actor__num_gpus_per_node": 1, "data__max_len": 64}
     force = {"1": {"actor/generate": [[0, 1]]}}
-    found: dict[str, Any] = {}
-    spawned = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    for name, seats, more in (("processes", 0, spawned), ("seats", 2, {})):
-        flags = [f"--nereus.backend.warm_engines={seats}"]
-        _run(assets, folder / name, words, "adapt", force=force, more=more, flags=flags)
-        (event,) = _events(folder / name, "TransitionFinished")
-        found[name] = _transition(event, folder / name)
-    found["ratio"] = found["processes"]["held_s"] / found["seats"]["held_s"]
-    return found
+    _run(assets, folder / "live", words | {"data__max_samples": PROMPTS * 2}, "adapt", force=force)
+    (event,) = _events(folder / "live", "TransitionFinished")
+    live = _transition(event, folder / "live")
+    other = {"vllm__num_engines": 1, "vllm__tensor_parallel_size": 2}
+    ran = _run(assets, folder / "other", words | other | {"data__max_samples": PROMPTS}, None)
+    (step,) = _steps(ran)
+    restart = {"wall_s": ran.wall_s, "step_s": step["timing/step_total"]}
+    restart["restart_s"] = restart["wall_s"] - restart["step_s"]
+    return {"live": live, "restart": restart, "ratio": restart["restart_s"] / live["held_s"]}
 
 
 # --- Jobs -----------------------------------------------------------------------------------------
@@ -283,9 +284,10 @@ def _run(
         line.append("--nereus.policy.admission=never")
         seen = str(folder / "seen")
         more = (more or {}) | {"OPENRLHF_TEST_FORCE": json.dumps(force), "OPENRLHF_TEST_SEEN": seen}
-    ran = openrlhf_job.run([*line, *flags], folder, more=more, timeout_s=900, module=module)
+    ran = openrlhf_job.run([*line, *flags], folder, more=more, timeout_s=_JOB_S, module=module)
     if ran.code and _LIMIT not in (more or {}):
-        raise RuntimeError(f"the job ended with {ran.code}: {ran.output[-3000:]}")
+        how = f"was killed after {_JOB_S:.0f} s" if ran.code == -9 else f"ended with {ran.code}"
+        raise RuntimeError(f"the job {how}: {ran.output[-3000:]}")
     return ran
 
 

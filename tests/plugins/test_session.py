@@ -1,6 +1,6 @@
 import pytest
 
-from nereus_core.errors import WrongHandle
+from nereus_core.errors import StateLost, WrongHandle
 from nereus_core.events import RunFinished, StepObserved, read_events
 from nereus_plugins.session import open_session
 
@@ -52,3 +52,21 @@ def test_a_handle_that_is_no_job_leaves_nothing_behind(tmp_path, capsys, setting
     with pytest.raises(WrongHandle):
         open_session("sim", object(), settings())
     assert "[nereus]" not in capsys.readouterr().err
+
+
+def test_lost_state_is_told_with_what_a_framework_knows_of_its_checkpoints(
+    launched, tmp_path, settings
+):
+    session = open_session("sim", launched.handle, settings(mode="adapt"))
+    session.explain = lambda lost: StateLost(lost.stage, "ckpt/7")
+    launched.step()
+    assert session.lost == frozenset()
+    gone = launched.handle.job.cluster.devices[:-1]
+    for device in gone:
+        launched.handle.fail(device)
+    assert session.lost == session.controller.plan.devices & set(gone)
+    with pytest.raises(StateLost, match="the newest checkpoint is ckpt/7"):
+        session.at_boundary()
+    assert session.lost == frozenset()  # it is closed
+    *_, (last, _) = read_events(tmp_path / "events.jsonl")
+    assert last.outcome.endswith("the newest checkpoint is ckpt/7.")

@@ -48,7 +48,7 @@ def adapt(
     assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
     found = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [one["step"] for one in found] == [
-        int(step) for step in {**force, **(leave or node or {})}
+        int(step) for step in {**force, **(leave or {}), **(node or {})}
     ]
     events = [event for event, _ in read_events(folder / "run" / "events.jsonl")]
     assert isinstance(events[-1], RunFinished)

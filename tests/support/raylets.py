@@ -3,14 +3,24 @@
 import os
 import time
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import ray
+from ray._private import services
 from ray.cluster_utils import Cluster
 
 # A cluster takes its time on a hurried machine; a hang must still end the test.
-WAIT_S = 90.0
+WAIT_S = 180.0
 STORE_BYTES = 80 * 2**20
+# Workers that nobody asked for take as long to start as those that the tests wait for.
+# Ray gives its workers way to all else (nice 15); beside a busy process they would hardly run.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+}
 # A lost raylet is declared dead after about 3 s instead of 13.
 QUICK_DEATH = {"health_check_period_ms": 500, "health_check_failure_threshold": 5}
 
@@ -54,14 +64,35 @@ class Nodes:
 @contextmanager
 def cluster():
     """Start a cluster, and end it."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    made = Nodes()
-    try:
-        yield made
-    finally:
-        if ray.is_initialized():
-            ray.shutdown()
-        made.cluster.shutdown()
+    with (
+        mock.patch.dict(os.environ, ENVIRONMENT),
+        mock.patch.object(services, "get_node", _patient),
+    ):
+        made = Nodes()
+        try:
+            yield made
+        finally:
+            if ray.is_initialized():
+                ray.shutdown()
+            made.cluster.shutdown()
+
+
+_get_node = services.get_node
+
+
+def _patient(*args, **kwargs):
+    """Ask for a node that is starting until it is there: Ray itself gives it 30 s.
+
+    A raylet registers when its agents are up, which import much: on a busy machine that takes long.
+    """
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return _get_node(*args, **kwargs)
+        except RuntimeError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.2)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nereus_adapters.openrlhf.seams import SEAMS
 from nereus_core.capabilities import Capabilities, Feature, Support, full, unsupported
-from nereus_core.declaration import AdapterDeclaration
+from nereus_core.declaration import AdapterDeclaration, KnownFailure
 from nereus_core.errors import WrongHandle
 from nereus_core.hookspecs import hookimpl
 from nereus_core.workload import Stage
@@ -53,19 +53,31 @@ CAPABILITIES = Capabilities(
 )
 
 
-KNOWN_FAILURES = {
+_UNLINKED = KnownFailure(
+    "between primitives a group that changes is in host memory and engines are not started: "
+    "devices hold nothing of them until the job is linked",
+    says=r"I7 released: .*(left 0 bytes|index=\d\): 0)",
+)
+KNOWN_FAILURES: dict[str, str | KnownFailure] = {
     "test_merge_of_diverged_units_is_refused": (
         "ZeRO keeps each part of a moment once in a stage, so that units cannot differ in it"
     ),
-    "test_extend_leaves_the_source_untouched[train]": (
-        "ZeRO shares moments out among units: with one more, the source holds less"
-    ),
+    "test_extend_leaves_the_source_untouched[train]": _UNLINKED,
+    "test_extend_leaves_the_source_untouched[infer]": _UNLINKED,
+    "test_merge_undoes_split[train]": _UNLINKED,
+    "test_merge_undoes_split[infer]": _UNLINKED,
+    "test_merge_undoes_split[generate]": _UNLINKED,
     "test_split_that_exceeds_memory_is_infeasible_before_it_starts": (
         "the adapter compares no primitive with a device's memory: that is the planner's business; "
         "and under ZeRO two children share their moments, and fit in what this case leaves them"
     ),
     "test_moved_bytes_equal_the_planned_routes": (
         "a group's state goes through host memory: all of it moves, whatever stays where it was"
+    ),
+    "test_extended_rollout_serves_the_source_version": KnownFailure(
+        "a training unit is seen by its fp32 masters, an engine by the bfloat16 that it was given; "
+        "what serves which version is told by the actor's bfloat16 weights, and holds",
+        says=r"I11 version: .* has other weights than training",
     ),
     "test_extend_picks_the_nearest_source": (
         "engines get their weights by OpenRLHF's broadcast when the job is linked, whole"

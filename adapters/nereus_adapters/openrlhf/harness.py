@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,18 +32,19 @@ from nereus_adapters.openrlhf import (
     groups,
     harness_assets,
     harness_behind,
-    ranks,
+    harness_look,
 )
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.experience import per_group
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.harness_job import quiet, trainer_over, units_of
+from nereus_adapters.openrlhf.harness_kept import Kept
+from nereus_adapters.openrlhf.harness_look import WAIT_S
 from nereus_adapters.openrlhf.linking import FAILURES
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.openrlhf.signals import Signals
 from nereus_adapters.openrlhf.supply import FILE, Supply
-from nereus_adapters.openrlhf.warm import Seat
 from nereus_adapters.ray_calls import ask, outcome
 from nereus_core.capabilities import Feature
 from nereus_core.cluster import Cluster, Device
@@ -58,29 +57,14 @@ from nereus_core.plan import Plan
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import (
     ACTOR_GENERATE,
-    ACTOR_TRAIN,
     Algorithm,
     Job,
     ModelStage,
     Stage,
 )
 
-_WAIT_S = 60.0
-"""Far above any step or call here; chosen, not measured."""
 _START_S = 180.0
 """An actor or an engine that starts on a busy machine; chosen, not measured."""
-_MOST_IDLE = {1: 4, 2: 2}
-"""Engines kept from one launch to the next, by tensor-parallel degree: what four devices hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    """An engine that no job has now."""
-
-    tp: int
-    handle: Any
-    seat: Seat | None
-    """None for one that OpenRLHF's own way started: after a way back."""
 
 
 class OpenRLHFHarness:
@@ -102,12 +86,10 @@ class OpenRLHFHarness:
                 for name, critic in (("grpo", False), ("ppo", True))
             }
         pg = placement_group([{"GPU": 1, "CPU": 1}] * 4)
-        outcome(pg.ready(), "four devices of the harness's Ray", _WAIT_S)
+        outcome(pg.ready(), "four devices of the harness's Ray", WAIT_S)
         self._cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
         self._bundles = {d: Bundle(pg, i) for i, d in enumerate(self._cluster.devices)}
-        self._processes: dict[tuple[ModelStage, Device], Any] = {}
-        self._waiting: list[Seat] = []
-        self._idle: list[_Idle] = []
+        self._kept = Kept()
         self._numbers = {
             harness_assets.prompt(n): n
             for n in range(harness_assets.GLOBAL_BATCH * harness_assets.STEPS)
@@ -142,80 +124,48 @@ class OpenRLHFHarness:
             raise Unsupported("a boundary amid generation of an asynchronous job", why)
         if any(placement.layout.pp > 1 for placement in plan.values()):
             raise Unsupported(f"{plan}", "OpenRLHF has no pipeline parallelism")
+        last = self._let_go()
         with quiet():
             try:
                 try:
-                    self._release()
+                    self._kept.take(last)
                     self._start(job, plan)
                 except FAILURES:
-                    self._end_processes()
+                    self._kept.end(last, self._let_go())
                     self._start(job, plan)
             except BaseException:
-                self._end_processes()
+                self._kept.end(last, self._let_go())
                 raise
-        self._trained = [self._weights_of_actor()]
+        self._trained = [self._given()]
         assert self._adapter is not None
         return self._adapter
 
-    def _release(self) -> None:
-        """Take processes and engines back from the job that ends."""
-        running = self._running
-        if running is None:
-            return
-        self._processes, self._waiting = running.ranks, running.waiting
-        handles = list(self._processes.values())
-        ask(handles, ranks.leave, awaited="ranks to leave the last job", timeout_s=_WAIT_S)
-        ended = []
-        for unit, handle in list(running.engines.items()):
-            tp = running.alive[unit].layout.tp if unit in running.alive else 0
-            have = sum(one.tp == tp for one in self._idle)
-            if have < _MOST_IDLE.get(tp, 0) and unit not in running.opening:
-                self._idle.append(_Idle(tp, handle, running.seated.pop(unit, None)))
-                del running.engines[unit]
-            else:
-                ended.append(unit)
-        engines.stop(running, ended)
-        self._running = self._adapter = None
-
-    def _end_processes(self) -> None:
-        """End everything that a case may have broken."""
-        running = self._running
-        engine_handles = [one.handle for one in self._idle]
-        seats = [seat.handle for seat in self._waiting]
-        if running is not None:
-            engine_handles += list(running.engines.values())
-        for handle in [*self._processes.values(), *engine_handles, *seats]:
-            ray.kill(handle)
-        self._processes, self._waiting, self._idle = {}, [], []
-        self._running = self._adapter = None
+    def _let_go(self) -> Running | None:
+        running, self._running, self._adapter = self._running, None, None
+        return running
 
     def _start(self, job: Job, plan: Plan) -> None:
         args = copy.deepcopy(self._args[job.workload.algorithm])
         running = Running(
             trainer_over(args, [s for s in job.workload.stages if s != ACTOR_GENERATE]),
-            facts.BackendSection(call_s=_WAIT_S, start_s=_START_S, warm_engines=1),
-            Gate(_WAIT_S),
+            facts.BackendSection(call_s=WAIT_S, start_s=_START_S, warm_engines=1),
+            Gate(WAIT_S),
             Signals(),
             dict(self._bundles),
             UnitMap(units_of(plan)),
-            self._processes,
-            waiting=self._waiting,
+            self._kept.ranks,
+            waiting=self._kept.waiting,
         )
         self._running = running
         running.max_steps = running.trainer.get_max_steps()
         for unit in running.alive.of(ACTOR_GENERATE):
-            found = next((one for one in self._idle if one.tp == unit.layout.tp), None)
-            if found is not None:
-                self._idle.remove(found)
-                running.engines[unit.id] = found.handle
-                if found.seat is not None:
-                    running.seated[unit.id] = found.seat
+            self._kept.give(running, unit)
         engines.start_missing(running)
         for stage in running.groups:
             groups.seat(running, stage, Parked())
             if stage.stage is Stage.TRAIN:
                 ask(running.handles(stage), harness_behind.settle, awaited=f"moments of {stage}",
-                    timeout_s=_WAIT_S)  # fmt: skip
+                    timeout_s=WAIT_S)  # fmt: skip
         engines.await_all(running)
         engines.tie(running)
         for stage, group in running.groups.items():
@@ -267,7 +217,7 @@ class OpenRLHFHarness:
                 seconds for key, seconds in status.items() if key.startswith("timing/")
             )
             trainer.save_logs_and_checkpoints(done, status, {})
-        self._trained.append(self._weights_of_actor())
+        self._trained.append(self._given())
         answered = sorted(p for sample in samples for p in sample.prompts)
         if answered != sorted(self._asked):
             raise AssertionError(f"asked {sorted(self._asked)}, trained on {answered}")
@@ -280,16 +230,15 @@ class OpenRLHFHarness:
             grad_norms={"actor": status["actor_grad_norm"]},
         )
 
-    def _weights_of_actor(self) -> dict[str, Array]:
-        """Return what the actor computes with, which is what engines are given."""
-        (first, *_) = self.running_job.alive.of(ACTOR_TRAIN)
-        return self._parts_of_ranks(first, trained=False)
+    def _given(self) -> dict[str, Array]:
+        assert self._adapter is not None
+        return harness_look.given(self.running_job, self._adapter._linking)
 
     def _versions(self) -> dict[UnitId, int]:
         """Tell, by its own weights, which of the actor's weights each engine serves; -1: none."""
         found = {}
         for unit in self.running_job.alive.of(ACTOR_GENERATE):
-            mine = self._parts(unit)
+            mine = self._held(unit)
             same = (
                 number
                 for number, theirs in enumerate(self._trained)
@@ -300,55 +249,22 @@ class OpenRLHFHarness:
 
     def running(self, stage: ModelStage) -> AbstractContextManager[None]:
         """Hold a step in flight inside a stage."""
-        return self.running_job.gate.stepping(self.step, stage, _WAIT_S)
+        return self.running_job.gate.stepping(self.step, stage, WAIT_S)
 
     # --- Looking behind -------------------------------------------------------------------------
 
     def peek(self, unit: UnitId) -> Mapping[str, Array]:
-        """Return the whole tensors of a unit.
-
-        Between primitives a group that changes is in host memory and engines are not started: what
-        is alive is built first, as the end of the boundary would build it.
-        """
-        assert self._adapter is not None
+        """Return the whole tensors of a unit, wherever they lie now."""
         with quiet():
-            self._adapter._linking.link()
-            return self._parts(self.running_job.alive[unit])
+            return self._held(self.running_job.alive[unit])
 
-    def _parts(self, unit: Unit) -> dict[str, Array]:
-        running, stage = self.running_job, unit.id.model_stage
-        if stage == ACTOR_GENERATE:
-            function = harness_behind.worker_parts
-            parts = harness_behind.ask_workers(running.engines[unit.id], function, _WAIT_S)
-            return harness_behind.put_together([pickle.loads(part) for part in parts])
-        return self._parts_of_ranks(unit, trained=stage.stage is Stage.TRAIN)
-
-    def _parts_of_ranks(self, unit: Unit, *, trained: bool) -> dict[str, Array]:
-        running, stage = self.running_job, unit.id.model_stage
-        # Where ZeRO shares state out, all of the group have to take part.
-        handles = running.handles(stage) if trained else [
-            running.ranks[stage, device] for device in unit.devices
-        ]  # fmt: skip
-        found = ask(handles, harness_behind.parts_of, trained, awaited=f"state of {stage}",
-                    timeout_s=_WAIT_S)  # fmt: skip
-        if trained:
-            at = running.devices_of(stage).index(unit.devices[0])
-            found = found[at : at + len(unit.devices)]
-        return harness_behind.put_together(found)
+    def _held(self, unit: Unit) -> dict[str, Array]:
+        assert self._adapter is not None
+        return harness_look.held(self.running_job, self._adapter._linking, unit)
 
     def memory_bytes(self, device: Device) -> int:
         """Bytes of weights, masters and moments on a device."""
-        running = self.running_job
-        handles = [handle for key, handle in running.ranks.items() if key[1] == device]
-        total = sum(ask(handles, harness_behind.state_bytes, awaited=f"state bytes on {device}",
-                        timeout_s=_WAIT_S))  # fmt: skip
-        for unit_id, engine in running.engines.items():
-            devices = running.alive[unit_id].devices
-            if device in devices:
-                function = harness_behind.worker_bytes
-                found = harness_behind.ask_workers(engine, function, _WAIT_S)
-                total += found[devices.index(device)]
-        return int(total)
+        return harness_look.resident_bytes(self.running_job, device)
 
     # --- Harm -----------------------------------------------------------------------------------
 
@@ -360,7 +276,7 @@ class OpenRLHFHarness:
         running = self.running_job
         handles = [running.ranks[unit.model_stage, d] for d in running.alive[unit].devices]
         ask(handles, harness_behind.disturbed, slot, name, awaited=f"ranks of {unit}",
-            timeout_s=_WAIT_S)  # fmt: skip
+            timeout_s=WAIT_S)  # fmt: skip
 
     def fail(self, device: Device) -> None:
         """Kill what runs on a device."""

@@ -34,7 +34,8 @@ class Part:
     """Cut by tensor parallelism; None where every rank has all of it."""
 
 
-def _bits(tensor: Any) -> NDArray[Any]:
+def bits(tensor: Any) -> NDArray[Any]:
+    """Copy a tensor; bfloat16 as its 16-bit pattern."""
     import torch
 
     data = tensor.detach().contiguous().cpu()
@@ -72,10 +73,10 @@ def parts_of(actor: Any, trained: bool) -> dict[str, Part]:
         meta = getattr(param, DS_AUTOTP_UC_META, None) or {}
         dim = None if tp == 1 or meta.get("replicated") else meta.get("partition_dim")
         whole = safe_get_full_fp32_param(param) if trained else param
-        found[f"param/{name}"] = Part(_bits(whole), dim)
+        found[f"param/{name}"] = Part(bits(whole), dim)
         for slot in _MOMENTS if trained else ():
             whole = safe_get_full_optimizer_state(param, slot)
-            found[f"{slot}/{name}"] = Part(_bits(whole), dim)
+            found[f"{slot}/{name}"] = Part(bits(whole), dim)
     return found
 
 
@@ -157,7 +158,7 @@ def worker_parts(worker: Any) -> bytes:
     vLLM's own encoding knows neither arrays nor classes of ours.
     """
     held = _held(worker.model_runner.model)
-    return pickle.dumps({f"param/{name}": Part(_bits(t), dim) for name, t, dim in held})
+    return pickle.dumps({f"param/{name}": Part(bits(t), dim) for name, t, dim in held})
 
 
 def _held(causal: Any) -> Iterator[tuple[str, Any, int | None]]:

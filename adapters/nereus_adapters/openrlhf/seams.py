@@ -22,6 +22,13 @@ SEAMS = (
         "SamplesGenerator._generate_vllm",
         ("self", "dataloader_iter", "num_prompts", "dynamic_filtering"),
     ),
+    # What is done again when a node was lost in the middle of it.
+    Seam(
+        "openrlhf.trainer.ppo_utils.experience_maker",
+        "RemoteExperienceMaker.make_experience_batch",
+        ("self", "rollout_samples"),
+    ),
+    Seam(_TRAINER, "BasePPOTrainer.ppo_train", ("self", "global_steps")),
     # What is called once per step, on the trainer that the adapter was given.
     Seam(_TRAINER, "BasePPOTrainer.train_step", ("self", "rollout_samples", "global_step")),
     Seam(

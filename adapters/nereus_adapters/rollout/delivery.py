@@ -2,7 +2,8 @@
 
 The driver says who sends what; the bytes go from host to host and never through it. Hosts that send
 or receive form a group, kept while it has all that are needed; there is a new one when a host has
-come or gone, or when a message did not get through.
+come or gone, or when a message did not get through. A host is in one group and one exchange at a
+time; exchanges that share no host run side by side (`turns`, `meetings`).
 
 A host that ends takes its memory with it. Another may come in its place, under the same name: so a
 segment is known by the host object that holds it, never by the name of a node alone.
@@ -10,8 +11,8 @@ segment is known by the host object that holds it, never by the name of a node a
 
 from __future__ import annotations
 
-import itertools
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,17 +21,17 @@ from dataclasses import replace
 from typing import Any
 
 from nereus_adapters.rollout.hosts import HostLost, Place, WeightsRemoved
+from nereus_adapters.rollout.meetings import Meetings
 from nereus_adapters.rollout.memory import Meeting
-from nereus_adapters.rollout.mirror import Shipment, shipments
+from nereus_adapters.rollout.mirror import Shipment, longest_s, shipments
 from nereus_adapters.rollout.segment import held
 from nereus_adapters.rollout.segment import remove as let_go
+from nereus_adapters.rollout.turns import Turns
 from nereus_adapters.rollout.weight_hosts import DRIVER, Home, OwnHost, WeightHost, WeightHosts
 from nereus_adapters.rollout.weights import Manifest, Piece, Published
 from nereus_core.cluster import Device
 from nereus_core.errors import WaitTimeout
-
-_SLOW_BYTES_PER_S = 10e6
-"""Slowest network that is waited for: less than 100 Mbit/s Ethernet. Chosen, not measured."""
+from nereus_core.layout import Layout
 
 
 class Delivery:
@@ -39,21 +40,19 @@ class Delivery:
     Args:
         hosts: of the cluster.
         address: of the driver's host.
-        wait_s: longest wait for a host, a party or a message.
+        wait_s: longest wait for a host or a party, and that parties may rest in an exchange.
     """
 
     def __init__(self, hosts: WeightHosts, address: str, *, wait_s: float = 60.0) -> None:
         self._hosts, self._own, self._wait_s = hosts, OwnHost(address), wait_s
         self._lock = threading.Lock()
         """Of what is known; never held while a host is waited for."""
-        self._exchanging = threading.Lock()
-        """Of exchanges: one at a time."""
+        self._turns = Turns()
         self._at: dict[str, Home] = {}
         """Segment -> whose it is; those of the driver's process are not here."""
         self._copies: dict[tuple[str, Piece], Piece] = {}
         """Node, piece as published -> as it lies there, if its segment's host is still there."""
-        self._met: tuple[Meeting, Mapping[str, WeightHost]] | None = None
-        self._count = itertools.count()
+        self._meetings = Meetings()
         self.sent_bytes = 0
         """Between hosts, ever."""
 
@@ -126,35 +125,52 @@ class Delivery:
     # --- Deliveries -------------------------------------------------------------------------------
 
     def deliver(self, published: Published, places: Iterable[Place]) -> None:
-        """Send what is missing, all of it in one exchange."""
-        wanted: dict[str, list[Any]] = defaultdict(list)
+        """Send what is missing, all of it in one exchange, when its hosts have no other."""
+        wanted: dict[str, list[Layout]] = defaultdict(list)
         for layout, device in places:
             wanted[device.node].append(layout)
         for node in wanted:
             self._hosts.of(node)
-        with self._exchanging:
-            there = self._there()
-            with self._lock:
-                homes = self._where(published)
-                at = {segment: home.node for segment, home in homes.items()}
-                listed = []
-                for shipment in shipments(published, at, wanted):
-                    missing = tuple(
-                        p for p in shipment.pieces if self._copy(shipment.target, p, there) is None
-                    )
-                    if missing:
-                        listed.append(replace(shipment, pieces=missing))
-            sending = {p.segment for s in listed for p in s.pieces}
-            for home in {homes[segment] for segment in sending}:
-                if there.get(home.node) is not home.host:
-                    raise HostLost(home.node, "send weights", "it has ended since it got them")
-            if listed:
+        while listed := self._missing(published, wanted):
+            parties = _parties(listed)
+            with self._turns.take(parties, self._wait_s + self._longest_s(listed)):
+                # Others have sent some of it meanwhile, perhaps.
+                if not (listed := self._missing(published, wanted)):
+                    return
+                if not _parties(listed) <= parties:  # a host has gone that had a part
+                    continue
                 try:
-                    self._exchange(listed, there)
+                    self._exchange(listed)
                 except Exception:
                     with self._lock:
                         self._where(published)  # were they removed, that is why
                     raise
+                return
+
+    def _missing(
+        self, published: Published, wanted: Mapping[str, Sequence[Layout]]
+    ) -> list[Shipment]:
+        """Say who is to send what that is not there; raises HostLost, WeightsRemoved."""
+        there = self._there()
+        with self._lock:
+            homes = self._where(published)
+            at = {segment: home.node for segment, home in homes.items()}
+            listed = []
+            for shipment in shipments(published, at, wanted):
+                missing = tuple(
+                    p for p in shipment.pieces if self._copy(shipment.target, p, there) is None
+                )
+                if missing:
+                    listed.append(replace(shipment, pieces=missing))
+        for home in {homes[piece.segment] for s in listed for piece in s.pieces}:
+            if there.get(home.node) is not home.host:
+                raise HostLost(home.node, "send weights", "it has ended since it got them")
+        return listed
+
+    def _longest_s(self, listed: Sequence[Shipment]) -> float:
+        """Return the longest that an exchange takes: parties come, and send; all say so."""
+        num_bytes = sum(shipment.num_bytes for shipment in listed)
+        return 2 * self._wait_s + longest_s(num_bytes, self._wait_s)
 
     def _copy(self, node: str, piece: Piece, there: Mapping[str, WeightHost]) -> Piece | None:
         """Return a piece as it lies on a host now, where it was sent there. `_lock` is held."""
@@ -162,16 +178,17 @@ class Delivery:
         home = None if copy is None else self._at.get(copy.segment)
         return copy if home is not None and there.get(home.node) is home.host else None
 
-    def _exchange(self, listed: Sequence[Shipment], there: Mapping[str, WeightHost]) -> None:
-        parties: dict[str, WeightHost] = {}
-        for node in sorted({n for s in listed for n in (s.source, s.target)}):
+    def _exchange(self, listed: Sequence[Shipment]) -> None:
+        """Have parties that are held do shipments."""
+        there, parties = self._there(), dict[str, WeightHost]()
+        for node in sorted(_parties(listed)):
             if node not in there:
                 raise HostLost(node, "exchange weights", "it has ended")
             parties[node] = there[node]
-        meeting = self._meeting(parties, there)
+        meeting = self._meeting(parties)
         asked = {n: party.ask("exchange", meeting, listed) for n, party in parties.items()}
-        # For the others to come, for one message, and for its turn.
-        wait_s = 2 * self._wait_s + sum(s.num_bytes for s in listed) / _SLOW_BYTES_PER_S
+        wait_s = self._longest_s(listed)
+        deadline_s = time.monotonic() + wait_s
         first: Exception | None = None
         for node, future in asked.items():
             home = Home(node, parties[node])
@@ -180,13 +197,14 @@ class Delivery:
                 self._let_go(home, sorted({piece.segment for piece in made}))
 
             try:
-                made = self._result(home, future, "exchange weights", wait_s, late)
+                left_s = max(0.0, deadline_s - time.monotonic())
+                made = self._result(home, future, "exchange weights", left_s, late)
             except Exception as error:
                 first = error if first is None or isinstance(error, HostLost) else first
                 continue
             self._came(home, [p for s in listed if s.target == node for p in s.pieces], made)
         if first is not None:
-            self._met = None
+            self._meetings.end(meeting)
             raise first
 
     def _came(self, home: Home, sent: Sequence[Piece], made: Sequence[Piece]) -> None:
@@ -200,21 +218,13 @@ class Delivery:
         if unwanted := {p.segment for p in made} - {copy.segment for _, copy in wanted}:
             home.host.ask("remove", sorted(unwanted))
 
-    def _meeting(
-        self, parties: Mapping[str, WeightHost], there: Mapping[str, WeightHost]
-    ) -> Meeting:
-        """Return a group of hosts: the last one, if it has them all and none of it has gone."""
-        if self._met is not None:
-            meeting, met = self._met
-            whole = all(there.get(node) is party for node, party in met.items())
-            if whole and parties.keys() <= met.keys():
-                return meeting
-        names = tuple(parties)
-        first = Home(names[0], parties[names[0]])
+    def _meeting(self, parties: Mapping[str, WeightHost]) -> Meeting:
+        """Return a group of hosts, or what is needed to form one."""
+        if (meeting := self._meetings.of(parties)) is not None:
+            return meeting
+        first = Home(*next(iter(parties.items())))
         place = self._result(first, first.host.ask("meeting_place"), "meet others")
-        meeting = Meeting(next(self._count), names, place, self._wait_s)
-        self._met = (meeting, parties)
-        return meeting
+        return self._meetings.begin(parties, place, self._wait_s)
 
     def manifest(self, published: Published, place: Place) -> Manifest:
         """Say what the ranks of an engine read on its host."""
@@ -272,3 +282,7 @@ class Delivery:
 
             future.add_done_callback(came)
             raise WaitTimeout(f"host {home.node} to {doing}", wait_s) from None
+
+
+def _parties(listed: Iterable[Shipment]) -> set[str]:
+    return {node for shipment in listed for node in (shipment.source, shipment.target)}

@@ -23,7 +23,7 @@ class Meeting:
     address: tuple[str, int]
     """Where they meet; on the host of the first by name."""
     timeout_s: float
-    """Longest wait for a party or a message."""
+    """Longest wait for a party to come, and that parties may rest in an exchange."""
 
 
 class HostMemory:

@@ -8,11 +8,13 @@ each once, however many ranks read it.
 Several sources send to several hosts. All parties form one group, whatever the order in which they
 come, and all handle *shipments* in one order, by the names of source and target: the earliest that
 is not done can always proceed, so nobody waits in a circle (as reported in THUDM/slime#2331). Every
-wait has an end, and says for whom.
+wait has an end, and says for whom. The end follows from the bytes that are to come before it, at
+the least rate that is waited for: a party whose turn is the last waits for all others.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +32,21 @@ from nereus_core.layout import Layout
 
 _BUCKET_BYTES = 16 * 2**20
 """Largest message; chosen, not measured."""
+LEAST_BYTES_PER_S = 10e6
+"""Slowest network that is waited for: less than 100 Mbit/s Ethernet. Chosen, not measured."""
+_LEAST_WAIT_S = 0.001
+"""Of torch's wait: it takes none at all for no limit."""
+
+
+def longest_s(num_bytes: int, floor_s: float, bytes_per_s: float = LEAST_BYTES_PER_S) -> float:
+    """Return how long so many bytes may take.
+
+    Args:
+        num_bytes: one after another.
+        floor_s: that parties may rest, whatever comes.
+        bytes_per_s: least rate.
+    """
+    return floor_s + num_bytes / bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,9 @@ class Party:
         name: of this party.
         names: of all, in any order.
         address: host and port of the store; the first party by name serves it.
-        timeout_s: longest wait for the others to come, and for any one message.
+        timeout_s: longest wait for the others to come; and that they may rest in an exchange, over
+            the time that its bytes take.
+        bytes_per_s: least rate of an exchange.
         backend: of the group; the same for all parties. With nccl, messages pass through the
             current CUDA device of each party's process.
 
@@ -89,10 +108,15 @@ class Party:
         address: tuple[str, int],
         *,
         timeout_s: float = 60.0,
+        bytes_per_s: float = LEAST_BYTES_PER_S,
         backend: Literal["gloo", "nccl"] = "gloo",
     ) -> None:
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
-        self.name, self._names, self._timeout_s = name, sorted(set(names)), timeout_s
+        self.name, self._names = name, sorted(set(names))
+        self._timeout_s, self._bytes_per_s = timeout_s, bytes_per_s
+        self._begun_s = 0.0
+        self._num_bytes = 0
+        """Of an exchange, up to the message that is waited for."""
         wait = timedelta(seconds=timeout_s)
         rank, size = self._names.index(name), len(self._names)
         try:
@@ -135,8 +159,10 @@ class Party:
         made = [replace(p, segment=segment, offset=o) for p, o in zip(coming, starts, strict=False)]
         here = Segment(segment, writable=True) if made else None
         received = iter(made)
+        self._begun_s, before = time.monotonic(), 0
         try:
             for shipment in ordered:
+                self._num_bytes, before = before, before + shipment.num_bytes
                 if shipment.source == self.name:
                     self._send(shipment)
                 elif shipment.target == self.name:
@@ -179,13 +205,20 @@ class Party:
     def _pass(
         self, move: Callable[..., Any], content: torch.Tensor, peer: str, shipment: Shipment
     ) -> None:
+        """Send or receive a message, in the time that all up to it take at the least rate."""
+        self._num_bytes += content.numel()
+        wait_s = longest_s(self._num_bytes, self._timeout_s, self._bytes_per_s)
+        left_s = max(_LEAST_WAIT_S, self._begun_s + wait_s - time.monotonic())
         try:
             work = move([content], self._names.index(peer), 0)
-            work.wait(timedelta(seconds=self._timeout_s))
+            work.wait(timedelta(seconds=left_s))
         except RuntimeError as error:  # too late, or the peer's end of the connection has gone
             doing = "take" if peer == shipment.target else "send"
-            awaited = f"party {peer} to {doing} weights ({shipment.num_bytes} bytes)"
-            raise WaitTimeout(awaited, self._timeout_s) from error
+            awaited = (
+                f"party {peer} to {doing} weights ({shipment.num_bytes} bytes; {self._num_bytes} "
+                "with those before them)"
+            )
+            raise WaitTimeout(awaited, wait_s) from error
 
     def close(self) -> None:
         """Leave the group."""

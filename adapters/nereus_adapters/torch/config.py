@@ -92,16 +92,27 @@ class RolloutConfig(_Section):
     """A seat of an engine that has grown by more is replaced. Chosen."""
 
 
+class SglangConfig(_Section):
+    """How the engines of ``rollout = "sglang"`` are started."""
+
+    cache_tokens: int | None = Field(None, gt=0)
+    """Tokens whose keys and values fit in an engine's memory; what SGLang chooses by default."""
+    max_running: int = Field(64, ge=1)
+    """Most responses an engine draws at once."""
+
+
 class BackendSection(_Section):
     """How to run it."""
 
     pool: Literal["local", "ray"] = "local"
     """Where seats come from: processes on this machine, or actors on a Ray cluster."""
     device: Literal["cpu", "cuda"] = "cpu"
-    rollout: Literal["torch", "vllm"] = "torch"
-    """What generates: the backend itself, or vLLM engines on the same devices."""
+    rollout: Literal["torch", "vllm", "sglang"] = "torch"
+    """What generates: the backend itself, or engines on the same devices."""
     vllm: RolloutConfig = Field(default_factory=RolloutConfig)
     """Of ``rollout = "vllm"``."""
+    sglang: SglangConfig = Field(default_factory=SglangConfig)
+    """Of ``rollout = "sglang"``."""
     seats: int = Field(4, ge=1)
     """Over all nodes."""
     nodes: int = Field(1, ge=1)

@@ -1,4 +1,4 @@
-"""Rollout engines beside the seats of a torch job: its generate stage on vLLM.
+"""Rollout engines beside the seats of a torch job: its generate stage on vLLM or SGLang.
 
 The engines' units are those of `actor/generate`; all other units are the fleet's. Training seats
 publish their weights, each the cells that it was assigned; engines read them (see
@@ -7,33 +7,26 @@ publish their weights, each the cells that it was assigned; engines read them (s
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from nereus_adapters.rollout.hosts import Hosts
 from nereus_adapters.rollout.job import RolloutJob
-from nereus_adapters.rollout.ports import Completion, EngineFactory, Prompt, Sampling
+from nereus_adapters.rollout.ports import Completion, Prompt, Sampling
 from nereus_adapters.rollout.store import Store
 from nereus_adapters.rollout.weights import Piece, Published, assign, cells_bytes
-from nereus_adapters.torch.config import BackendSection
 from nereus_adapters.torch.engine import Generated, combine
 from nereus_adapters.torch.engine.digest import digest_box
-from nereus_adapters.torch.fleet import Fleet, Pool
-from nereus_core.backend_status import require_backend
+from nereus_adapters.torch.fleet import Fleet
 from nereus_core.cluster import Device
-from nereus_core.errors import ConfigError
-from nereus_core.model import ModelSpec
 from nereus_core.state import Slot, placed
 from nereus_core.units import UnitMap
-from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, Workload
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Workload
 
 if TYPE_CHECKING:
-    from nereus_adapters.rollout.vllm.seat_hosts import SeatHosts
     from nereus_adapters.torch.job import TorchJob
 
 
@@ -91,67 +84,6 @@ class SeatTrainer:
     def take_peaks(self) -> Mapping[Device, int]:
         """Report none: the job reports its own."""
         return {}
-
-
-def factory(
-    backend: BackendSection, job: Job, spec: ModelSpec, folder: Path
-) -> Callable[[Pool], EngineFactory]:
-    """Return what makes the engines of a job, once its seats' pool is there.
-
-    Raises:
-        ConfigError: the configuration asks for what the engines cannot do.
-        BackendMissing: vLLM is not installed.
-    """
-    from nereus_adapters.rollout.vllm import nereus_declare_adapter
-
-    if backend.pool == "ray" and backend.device != "cpu":
-        what = (
-            "'vllm' on the Ray pool is for CPUs: which GPUs Ray gave to seats, engines do not know"
-        )
-        raise ConfigError("backend.rollout", what)
-    if backend.reattach:
-        raise ConfigError("backend.reattach", "engines end with their driver: not with 'vllm'")
-    if job.precision.compute == "float64":
-        raise ConfigError("job.precision", "vLLM computes in float32 or bfloat16")
-    require_backend(nereus_declare_adapter())
-    from nereus_adapters.rollout.vllm.factory import VllmFactory
-    from nereus_adapters.rollout.vllm.settings import VllmSettings
-
-    section = backend.vllm
-    settings = VllmSettings(
-        folder,
-        dtype=job.precision.compute,
-        max_tokens=job.max_prompt_tokens + job.max_response_tokens,
-        max_running=section.max_running,
-        kv_cache_bytes=section.kv_cache_bytes,
-        eager=section.eager,
-        executor=section.executor,
-        front=section.front,
-    )
-
-    def on(pool: Pool) -> EngineFactory:
-        hosts = _ray_hosts(pool, job, backend) if backend.pool == "ray" else None
-        return VllmFactory(
-            settings,
-            spec,
-            job.cluster.devices,
-            accelerator=backend.device,
-            recycle_bytes=section.recycle_bytes,
-            hosts=hosts,
-        )
-
-    return on
-
-
-def _ray_hosts(pool: Pool, job: Job, backend: BackendSection) -> SeatHosts:
-    from nereus_adapters.rollout.vllm.ray_hosts import RayHosts
-    from nereus_adapters.rollout.vllm.settings import environment
-    from nereus_adapters.torch.ray_pool.pool import RayPool
-
-    assert isinstance(pool, RayPool)
-    most = max(Counter(device.node for device in job.cluster.devices).values())
-    kind = backend.device
-    return RayHosts(pool, most, kind, environment(kind), start_s=backend.start_s)
 
 
 def without_generation(workload: Workload) -> Workload:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nereus_adapters.torch.config import BackendSection, JobSection, PlacementConfig, sections
 from nereus_adapters.torch.engine import OptimizerSpec, export_model
-from nereus_adapters.torch.engines import factory as engines_of
+from nereus_adapters.torch.engine_factories import factory as engines_of
 from nereus_adapters.torch.job import TorchJob
 from nereus_adapters.torch.manifest import Manifest
 from nereus_adapters.torch.pools import leave_word, left_pool, open_pool
@@ -65,9 +65,7 @@ def start(config: NereusConfig, plan: Plan | None = None) -> TorchJob:
     task = _task(job_section, config.seed, folder, job)
     settings = _settings(job_section, backend, config, hf_config)
     sources = _sources(job, job_section, hf_config, folder)
-    engines = None
-    if backend.rollout == "vllm":
-        engines = engines_of(backend, job, job.models["actor"], folder)
+    engines = engines_of(backend, job, job.models["actor"], folder)
     if backend.reattach:
         return TorchJob(job, None, sources, task, settings, left_pool(config.run_dir, backend))
     resume = resolved(config.checkpoint.resume) if config.checkpoint.resume else None

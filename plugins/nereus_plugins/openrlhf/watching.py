@@ -17,6 +17,7 @@ from nereus_plugins.banner import refusal, say
 from nereus_plugins.openrlhf import FRAMEWORK
 from nereus_plugins.openrlhf.bounds import bounded
 from nereus_plugins.openrlhf.directory import open_on
+from nereus_plugins.openrlhf.surviving import resumable, survive
 from nereus_plugins.session import Session, open_session
 
 
@@ -54,6 +55,9 @@ def run_watched(
         say(refusal(FRAMEWORK, error))
         return fit()
     _at_every_boundary(trainer, session)
+    if session.adapts:
+        session.explain = functools.partial(resumable, args=trainer.args)
+        survive(trainer, session)
     try:
         found = fit()
     except BaseException as error:

@@ -115,6 +115,33 @@ def test_interrupted_responses_go_on_with_no_token_lost_or_repeated(start, llama
         assert llama.drew(wanted.tokens, found.tokens)
 
 
+def test_responses_that_began_a_moment_before_are_interrupted_and_lose_no_token(start, llama):
+    """They are on their way to the ranks, which know nothing of them when they are told to end."""
+    engine = start("racing", Layout(2, 1))
+    engine.update_weights(llama.version, llama.publish().manifest(engine.layout))
+    count = 200
+    prompts = [prompt(f"q{i}", (7 + i, 8, 9), count) for i in range(6)]
+    so_far = [None] * len(prompts)
+    for _ in range(12):
+        futures = [
+            engine.submit(p if part is None else p.after(part.tokens))
+            for p, part in zip(prompts, so_far, strict=True)
+        ]
+        engine.interrupt()
+        assert all(future.done() for future in futures)
+        parts = [future.result() for future in futures]
+        assert {part.finish for part in parts} == {Finish.INTERRUPTED}
+        so_far = [
+            p if part is None else part.then(p) for part, p in zip(so_far, parts, strict=True)
+        ]
+    futures = [engine.submit(p.after(q.tokens)) for p, q in zip(prompts, so_far, strict=True)]
+    for wanted, part, future in zip(prompts, so_far, futures, strict=True):
+        found = part.then(future.result(120))
+        assert found.finish is Finish.LENGTH
+        assert len(found.tokens) == len(found.logprobs) == count
+        assert llama.drew(wanted.tokens, found.tokens)
+
+
 def test_an_engine_without_weights_refuses_prompts(start):
     with pytest.raises(EngineError, match="no weights"):
         start("empty").submit(prompt("p", (1,), 1)).result(10)

@@ -7,7 +7,7 @@ import pytest
 from nereus_adapters.torch.ray_pool.pool import RayPool
 from nereus_adapters.torch.wire import SeatError
 from nereus_core.cluster import Device
-from nereus_core.errors import ConfigError, DevicesMissing, SeatDead
+from nereus_core.errors import ConfigError, DevicesMissing, SeatDead, WaitTimeout
 
 pytestmark = pytest.mark.real
 
@@ -91,3 +91,15 @@ def test_settings_cross_as_bytes():
     from nereus_adapters.torch.ray_pool.actor import SeatActor
 
     assert pickle.loads(pickle.dumps(SeatActor)) is SeatActor
+
+
+def test_a_seat_that_does_not_come_up_in_time_is_named_with_its_node_and_its_limit(nodes):
+    nodes.add()
+    opened = RayPool("cpu", {"node0": 1}, address=nodes.address, start_s=90.0)
+    try:
+        opened._start_s = 0.01  # the placement above has had its own
+        what = r"waited 0\.01 s for seat node0:0 to come up on Ray node [0-9a-f]+: .*start_s"
+        with pytest.raises(WaitTimeout, match=what):
+            opened.start([FIRST])
+    finally:
+        opened.close()

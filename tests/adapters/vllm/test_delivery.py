@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -21,6 +22,7 @@ from nereus_core.state import unit_shards
 pytestmark = pytest.mark.real
 
 A, B = Device("node0", 0), Device("node1", 0)
+C, D = Device("node2", 0), Device("node3", 0)
 
 
 class Cluster:
@@ -45,8 +47,8 @@ class Training:
 
     version = 1
 
-    def __init__(self, cluster):
-        self.cluster, self.device, self.published = cluster, A, 0
+    def __init__(self, cluster, device=A):
+        self.cluster, self.device, self.published = cluster, device, 0
 
     def publish(self, store):
         self.published += 1
@@ -172,3 +174,52 @@ def test_a_host_that_does_not_answer_is_an_error_of_the_engine(there):
         os.kill(cluster.of(A.node).pid, signal.SIGCONT)
     delivery._wait_s = WAIT_S
     supply.load(Engine(B), 1)
+
+
+def test_exchanges_that_share_no_host_run_side_by_side_and_others_one_after_another(there):
+    cluster, delivery, _, supply = there
+    other = Supply(Training(cluster, C), delivery)
+    other.ensure(1)
+    target = cluster.of(B.node)
+    os.kill(target.pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            slow = threads.submit(supply.load, Engine(B), 1)
+            until(lambda: delivery._turns._come)
+            other.load(elsewhere := Engine(D), 1)
+            assert elsewhere.holders == {cluster.of(D.node).pid}
+            behind = threads.submit(other.load, late := Engine(B), 1)
+            until(lambda: len(delivery._turns._come) == 2)
+            assert not slow.done()
+            os.kill(target.pid, signal.SIGCONT)
+            slow.result(WAIT_S)
+            behind.result(WAIT_S)
+    finally:
+        os.kill(target.pid, signal.SIGCONT)
+    assert late.holders == {target.pid}
+    size = supply.store.get(1).num_bytes
+    assert delivery.sent_bytes == 3 * size
+    # Hosts that met go on in the group they are in, those that left another meet anew.
+    before = delivery._meetings.of({n: cluster.of(n) for n in (C.node, B.node)})
+    assert before is not None
+    assert delivery._meetings.of({n: cluster.of(n) for n in (C.node, D.node)}) is None
+    cluster.hosts[D.node].kill()
+    other.load(Engine(D), 1)
+    assert delivery.sent_bytes == 4 * size
+
+
+def test_engines_of_one_host_that_ask_at_once_get_the_weights_once(there):
+    cluster, delivery, _, supply = there
+    cluster.of(B.node)
+    engines = [Engine(B) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda engine: supply.load(engine, 1), engines))
+    assert {holder for engine in engines for holder in engine.holders} == {cluster.of(B.node).pid}
+    assert delivery.sent_bytes == supply.store.get(1).num_bytes
+
+
+def until(holds):
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -7,7 +7,9 @@ names of faults (see FAULTS) that strike the transition of that step; "dead engi
 steps. `OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of devices that are asked
 back from then on, none where it is empty; what Nereus does about it is its own decision.
 `OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained" or "killed", which is what becomes of the Ray
-node at 127.0.0.2 before the boundary of that step.
+node at 127.0.0.2 before the boundary of that step; "killed amid generation", "... experience" or
+"... broadcast" strikes in the step that follows, and Nereus is told nothing. Devices of that node
+are called "away:0", those of the other "home:0" in what `OPENRLHF_TEST_FORCE` holds.
 """
 
 import hashlib
@@ -215,9 +217,18 @@ def _plan(session, wanted):
     for stage, placement in now.items():
         _began_on.setdefault(str(stage), sorted(placement.devices))
     for stage, units in wanted.items():
-        placed = tuple(tuple(_began_on[stage][i] for i in unit) for unit in units)
+        placed = tuple(tuple(_device(session, stage, i) for i in unit) for unit in units)
         now[ModelStage.parse(stage)] = Placement(Layout(len(units[0])), placed)
     return Plan(now)
+
+
+def _device(session, stage, name):
+    """Find a device by its index among those that a stage began on, or by node and index."""
+    if isinstance(name, int):
+        return _began_on[stage][name]
+    where, index = name.split(":")
+    devices = session.controller._adapter.job().cluster.devices
+    return [d for d in devices if (d.node == NODE) == (where == "away")][int(index)]
 
 
 def _ask_back(session, wanted):
@@ -260,7 +271,6 @@ NODE = "127.0.0.2"
 
 def _node(session, becomes):
     """Announce that the second node will leave, or end it; returns when Nereus can see it."""
-    import psutil
     import ray
     from ray._raylet import GcsClient
 
@@ -273,21 +283,82 @@ def _node(session, becomes):
         assert accepted, why
         look = supply.leaving
     else:
-        # other jobs' Rays on this machine may have a node of that address too
-        gcs = ray.get_runtime_context().gcs_address
-        mine = {f"--node_ip_address={NODE}", f"--gcs-address={gcs}"}
-        (raylet,) = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if (words := process.info["cmdline"] or [""])[0].endswith("raylet")
-            and mine.issubset(words)
-        ]
-        raylet.kill()
+        _kill_node()
         look = supply.gone
     deadline_s = time.monotonic() + 60
     while not look():
         assert time.monotonic() < deadline_s, f"node {NODE} {becomes}, and Ray does not say so"
         time.sleep(0.1)
+
+
+def _pids_there(session):
+    """Processes of ranks and engines on the second node; on a node that is lost all end at once."""
+    import ray
+
+    running = session.controller._adapter._running
+    handles = [rank for (_, device), rank in running.ranks.items() if device.node == NODE]
+    for unit, engine in running.engines.items():
+        if any(device.node == NODE for device in running.alive[unit].devices):
+            handles.append(engine)
+    return ray.get([h.__ray_call__.remote(_own_pid) for h in handles], timeout=60)
+
+
+def _own_pid(actor):
+    return os.getpid()
+
+
+def _kill_node(pids=()):
+    """End the raylet of the second node and these processes, without a word to anybody."""
+    import psutil
+    import ray
+
+    # other jobs' Rays on this machine may have a node of that address too
+    gcs = ray.get_runtime_context().gcs_address
+    mine = {f"--node_ip_address={NODE}", f"--gcs-address={gcs}"}
+    (raylet,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (words := process.info["cmdline"] or [""])[0].endswith("raylet") and mine.issubset(words)
+    ]
+    raylet.kill()
+    for pid in pids:
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            process.kill()
+
+
+AMID = "killed amid "
+_killed_s = {}
+"""When a node was killed in a step, by the step."""
+_armed = set()
+
+
+def _arm(session, step, part):
+    """Let the second node be killed in the next step, in the middle of this part of it."""
+    trainer, pids = session.controller._adapter._running.trainer, _pids_there(session)
+
+    def kill(*_):
+        _kill_node(pids)
+        _killed_s[step] = time.time()
+
+    if part == "generation":  # the first response has come
+        _once(trainer.samples_generator, "_process_response_into_experience", kill)
+    elif part == "experience":
+        _once(trainer.experience_maker, "make_experience", kill)
+    else:
+        begin = trainer.actor_model_group.async_run_method
+
+        def begun(method_name, *args, **kwargs):
+            if method_name == "broadcast_to_vllm" and step not in _killed_s:
+                kill()
+            return begin(method_name, *args, **kwargs)
+
+        trainer.actor_model_group.async_run_method = begun
+
+
+def _trains_on(session):
+    running = session.controller._adapter._running
+    stages = [stage for stage in running.groups if str(stage).endswith("train")]
+    return {device for stage in stages for device in running.devices_of(stage)}
 
 
 def ray_kill(handle):
@@ -343,6 +414,24 @@ def _session(module):
 
     def at_boundary(self):
         step = self.controller._adapter._running.signals.step + 1
+        amid = node.get(str(step), "").startswith(AMID)
+        if amid and step not in _armed:
+            figures = original(self)
+            _armed.add(step)
+            _arm(self, step, node[str(step)].removeprefix(AMID))
+            return figures
+        if amid:  # in the middle of the step
+            try:
+                before = None if self.lost & _trains_on(self) else _look(self)
+                figures = original(self)
+            except Exception as raised:
+                write({"step": step, "error": f"{type(raised).__name__}: {raised}",
+                       "killed": _killed_s[step], "time": time.time()})  # fmt: skip
+                raise
+            record = {"step": step, "before": before, "after": _look(self)}
+            record |= {"ranks on": _waits_on(self), "tokens": _same_tokens(self)}
+            write(record | {"killed": _killed_s[step]})
+            return figures
         if str(step) in {**leave, **node}:
             before = _look(self)
             if str(step) in leave:

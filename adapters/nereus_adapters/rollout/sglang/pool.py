@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import nereus_adapters
 import nereus_core
+from nereus_adapters.rollout.own_folder import OwnFolder
 from nereus_adapters.rollout.ports import EngineError
 from nereus_adapters.rollout.sglang.leftovers import end_group
 from nereus_adapters.rollout.sglang.stem import MAX_MESSAGE_BYTES
@@ -61,8 +61,9 @@ class StemPool:
         self._lock = threading.RLock()
         self._stem: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self.folder = Path(tempfile.mkdtemp(prefix="nereus-sglang-"))
-        """Removed with the stem, should the driver not have done it."""
+        self._own = OwnFolder("nereus-sgl-")
+        self.folder = self._own.path
+        """Removed with the stem, should the driver not have done it; by the next pool, else."""
         self._starting: dict[str, Future[int]] = {}
         self._leased: dict[int, Leased] = {}
         self._ready: Future[None] = Future()
@@ -154,7 +155,7 @@ class StemPool:
             except subprocess.TimeoutExpired:
                 stem.kill()
                 stem.wait(_CLOSE_S)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._own.close()
 
     # --- The stem -------------------------------------------------------------------------------
 

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from nereus_adapters.rollout.architectures import ARCHITECTURES
 from nereus_adapters.rollout.hosts import Hosts
 from nereus_adapters.rollout.ports import EngineError
 from nereus_adapters.rollout.vllm.engine import VllmEngine
 from nereus_adapters.rollout.vllm.seat_hosts import OneHost, SeatHost, SeatHosts
 from nereus_adapters.rollout.vllm.seats import SeatError, SeatPool, SeatProcess
-from nereus_adapters.rollout.vllm.settings import ARCHITECTURES, VllmSettings, environment
+from nereus_adapters.rollout.vllm.settings import VllmSettings, environment
 from nereus_core.cluster import Device
 from nereus_core.errors import ConfigError, NereusError, SeatDead, WaitTimeout
 from nereus_core.layout import Layout, layer_ranges

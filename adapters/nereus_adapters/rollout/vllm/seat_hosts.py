@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nereus_adapters.rollout.hosts import Hosts, ThisHost
+from nereus_adapters.rollout.own_folder import OwnFolder
 from nereus_adapters.rollout.port import free_port
 from nereus_adapters.rollout.vllm.forking import Stem
 from nereus_adapters.rollout.vllm.shared import SHARED_MEMORY
@@ -129,7 +128,9 @@ class LocalHost:
         self, accelerator: str, env: Mapping[str, str], secret: bytes, start_s: float
     ) -> None:
         self._start_s, self._secret = start_s, secret
-        self.folder = Path(tempfile.mkdtemp(prefix="nereus-seats-"))
+        self._own = OwnFolder("nereus-vllm-")
+        self.folder = self._own.path
+        """Removed by the stem, should this process not do it; by the next, should neither."""
         boot = Boot(secret.hex(), os.getpid(), accelerator, str(self.folder))
         if len(str(self.folder)) <= _FOLDER_CHARS:
             env = {**env, "VLLM_RPC_BASE_PATH": str(self.folder)}
@@ -140,8 +141,8 @@ class LocalHost:
         """Fork a seat and connect to it."""
         name = str(next(self._count))
         address, log = self.folder / f"{name}.sock", self.folder / f"{name}.log"
-        deadline_s = time.monotonic() + self._start_s
         process = self._stem.fork(Fork(str(address), str(log), front))
+        deadline_s = time.monotonic() + self._start_s  # the stem's imports have had their own
         while (connection := self._connected(address)) is None:
             if process.ended(0.005):
                 error = SeatDead(device, None, "its start")
@@ -181,7 +182,7 @@ class LocalHost:
     def close(self) -> None:
         """End the stem and remove the folder, after the seats. Safe to call twice."""
         self._stem.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._own.close()
 
 
 class OneHost:

@@ -23,7 +23,7 @@ from nereus_adapters.torch.ray_pool.session import SESSION
 from nereus_adapters.torch.store import listening_store, tcp_address
 from nereus_adapters.torch.values import SeatSettings
 from nereus_core.cluster import Device
-from nereus_core.errors import NereusError, SeatDead
+from nereus_core.errors import NereusError, SeatDead, WaitTimeout
 
 LOOK_S = 1.0
 """Between two looks at the cluster's nodes. Chosen: a drain notice comes 30 s ahead or more."""
@@ -164,6 +164,13 @@ class RayPool(SeatLine[ActorChannel]):
             if self._nodes.placed().get(device.node) != channel.node_id:
                 channel.kill()
                 raise SeatDead(device, None, f"start: Ray has lost the node of {device.node}")
+        if not pending.future.done():
+            awaited = (
+                f"seat {device} to come up on Ray node {channel.node_id}: a worker of Ray imports "
+                "torch there, behind all other processes (RAY_worker_niceness); the limit is "
+                "backend.start_s"
+            )
+            raise WaitTimeout(awaited, self._start_s)
         try:
             pending.wait(0.0)
         except SeatDead as error:  # on a node that is gone and that Ray has not missed yet, too

@@ -50,7 +50,14 @@ class Session:
                 first = str(error).splitlines()[0]
                 raise ConfigError("backend.address", f"{address!r}: {first}") from error
             num_cpus = max(num_seats, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                # Ray's own 15 lets seats starve beside any other process.
+                _system_config={"worker_niceness": 0},
+                **quiet,
+            )
 
     def leave(self) -> None:
         """Disconnect, if nobody else is left and the connection is ours."""
