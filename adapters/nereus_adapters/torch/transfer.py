@@ -232,7 +232,7 @@ class Transfer:
 
     def _ending_shard(self, name: str) -> UnitShard | None:
         for unit in self.part.ending:
-            if name in self._units[unit].names:
+            if self._units[unit].holds(name):
                 return self._units[unit]
         return None
 
@@ -258,7 +258,7 @@ def reader(
     def read(slot: Slot, name: str, box: Box) -> torch.Tensor:
         for unit in sources:
             shard = units[unit]
-            if slot in shard.slots and name in shard.names:
+            if slot in shard.slots and shard.holds(name):
                 held = shard.box(name)
                 if box == held:  # the most frequent by far: no view is made
                     return shard.tensor(slot, name).to(device)

@@ -75,6 +75,10 @@ class UnitState:
         """Logical tensors of this rank, in the state map's order."""
         return tuple(self._boxes)
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a part of a logical tensor."""
+        return name in self._boxes
+
     def box(self, name: str) -> Box:
         """Return which part of a logical tensor this rank holds."""
         return self._boxes[name]
