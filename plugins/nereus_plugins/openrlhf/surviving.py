@@ -24,7 +24,7 @@ NODE_S = 60.0
 its own settings (RAY_health_check_period_ms, ..._timeout_ms and ..._failure_threshold)."""
 _NOT_LOST = "[nereus] no node of the job's plan is lost"
 _OF_AN_END = re.compile(r"(?i)\b(died|dead|killed|connection|closed|peer|gloo|nccl|timed? ?out)")
-"""What errors say that come of the end of another process. Chosen; others are looked into at once."""
+"""What errors say that come of another process's end. Chosen; others are looked into at once."""
 _LOOK_S = 0.5
 """Between two looks at Ray's nodes. Chosen."""
 ATTEMPTS = 3
