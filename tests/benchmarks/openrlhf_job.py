@@ -245,11 +245,11 @@ def starts(folder: Path) -> dict[str, Any]:
     """Change engines live, and by a restart of the job with the other layout."""
     from openrlhf_job import make_assets
 
-    assets = make_assets(folder / "assets", prompts=PROMPTS * 2)
+    assets = make_assets(folder / "assets", prompts=PROMPTS * 4)
     words = {k: v for k, v in GROWING.items() if not k.startswith("rollout")}
     words |= {"actor__num_gpus_per_node": 1, "data__max_len": 64}
-    force = {"1": {"actor/generate": [[0, 1]]}}
-    _run(assets, folder / "live", words | {"data__max_samples": PROMPTS * 2}, "adapt", force=force)
+    force = {"3": {"actor/generate": [[0, 1]]}}  # by then, the seats that wait have imported
+    _run(assets, folder / "live", words | {"data__max_samples": PROMPTS * 4}, "adapt", force=force)
     (event,) = _events(folder / "live", "TransitionFinished")
     live = _transition(event, folder / "live")
     other = {"vllm__num_engines": 1, "vllm__tensor_parallel_size": 2}

@@ -85,9 +85,6 @@ KNOWN_FAILURES: dict[str, str | KnownFailure] = {
     "test_fingerprint_depends_on_state_alone": (
         "digests are of fp32 masters, which engines and the reference have not"
     ),
-    "test_random_walk_agrees_with_the_model": (
-        "amid a walk a stage has units of two layouts, which no group of OpenRLHF can be built for"
-    ),
 }
 """Cases that OpenRLHF makes untrue, by name; all of them run and must fail."""
 

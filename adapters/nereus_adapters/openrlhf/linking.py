@@ -92,7 +92,10 @@ class Linking:
             self._linked = self._linked.replace(ids, ())
             for stage in sorted({unit.model_stage for unit in lost}):
                 if running.alive.of(stage):
-                    self._vacate(stage)
+                    try:
+                        self._vacate(stage)
+                    except FAILURES:  # they may wait for one that is gone; they hold no state
+                        groups.kill(running, stage)
 
     def leave(self) -> None:
         """Build what changed and end a boundary: a primitive that goes on later changes nothing.

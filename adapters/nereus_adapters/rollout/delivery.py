@@ -200,6 +200,8 @@ class Delivery:
                 left_s = max(0.0, deadline_s - time.monotonic())
                 made = self._result(home, future, "exchange weights", left_s, late)
             except Exception as error:
+                if first is None:  # what the others wait for will not come: they rest no longer
+                    deadline_s = min(deadline_s, time.monotonic() + self._wait_s)
                 first = error if first is None or isinstance(error, HostLost) else first
                 continue
             self._came(home, [p for s in listed if s.target == node for p in s.pieces], made)

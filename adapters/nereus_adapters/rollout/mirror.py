@@ -114,9 +114,10 @@ class Party:
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self.name, self._names = name, sorted(set(names))
         self._timeout_s, self._bytes_per_s = timeout_s, bytes_per_s
-        self._begun_s = 0.0
+        self._since_s = 0.0
+        """When this party's last message had gone; of its first, when the exchange began."""
         self._num_bytes = 0
-        """Of an exchange, up to the message that is waited for."""
+        """Since then, of all parties, up to the message that is waited for."""
         wait = timedelta(seconds=timeout_s)
         rank, size = self._names.index(name), len(self._names)
         try:
@@ -159,15 +160,16 @@ class Party:
         made = [replace(p, segment=segment, offset=o) for p, o in zip(coming, starts, strict=False)]
         here = Segment(segment, writable=True) if made else None
         received = iter(made)
-        self._begun_s, before = time.monotonic(), 0
+        self._since_s, self._num_bytes = time.monotonic(), 0
         try:
             for shipment in ordered:
-                self._num_bytes, before = before, before + shipment.num_bytes
                 if shipment.source == self.name:
                     self._send(shipment)
                 elif shipment.target == self.name:
                     assert here is not None
                     self._receive(shipment, [next(received) for _ in shipment.pieces], here)
+                else:
+                    self._num_bytes += shipment.num_bytes
         except BaseException:
             remove([segment])
             raise
@@ -205,10 +207,10 @@ class Party:
     def _pass(
         self, move: Callable[..., Any], content: torch.Tensor, peer: str, shipment: Shipment
     ) -> None:
-        """Send or receive a message, in the time that all up to it take at the least rate."""
+        """Send or receive a message, in the time that all since the last take at the least rate."""
         self._num_bytes += content.numel()
         wait_s = longest_s(self._num_bytes, self._timeout_s, self._bytes_per_s)
-        left_s = max(_LEAST_WAIT_S, self._begun_s + wait_s - time.monotonic())
+        left_s = max(_LEAST_WAIT_S, self._since_s + wait_s - time.monotonic())
         try:
             work = move([content], self._names.index(peer), 0)
             work.wait(timedelta(seconds=left_s))
@@ -219,6 +221,7 @@ class Party:
                 "with those before them)"
             )
             raise WaitTimeout(awaited, wait_s) from error
+        self._since_s, self._num_bytes = time.monotonic(), 0
 
     def close(self) -> None:
         """Leave the group."""

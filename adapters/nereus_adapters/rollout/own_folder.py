@@ -7,6 +7,7 @@ nobody holds. A process id would not do: containers that share a folder have ids
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -22,6 +23,8 @@ class OwnFolder:
     """
 
     def __init__(self, kind: str) -> None:
+        # Hosts may share a file system whose locks they do not: each looks at its own alone.
+        kind = f"{kind}{_boot()}-"
         for left in Path(tempfile.gettempdir()).glob(f"{kind}*"):
             _sweep(left)
         self.path, self._descriptor = _locked(kind)
@@ -34,6 +37,11 @@ class OwnFolder:
             os.close(descriptor)
 
 
+def _boot() -> str:
+    """Return what tells this boot of this kernel from others; proc(5)."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+
+
 def _locked(kind: str) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=kind))
@@ -41,7 +49,8 @@ def _locked(kind: str) -> tuple[Path, int]:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another process took it for one that was left
             continue
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody can sweep there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
             return path, descriptor
         os.close(descriptor)
@@ -57,7 +66,7 @@ def _sweep(folder: Path) -> None:
         if os.fstat(descriptor).st_uid == os.geteuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
+    except OSError:  # it is held, or nobody can tell
         return
     finally:
         os.close(descriptor)

@@ -101,6 +101,12 @@ def _sglang(backend: BackendSection, job: Job, spec: ModelSpec, folder: Path) ->
             "which has engines on every host of the Ray pool"
         )
         raise ConfigError("backend.rollout", what)
+    if backend.device != "cpu":
+        what = (
+            "'sglang' beside training seats is for CPUs: on a GPU it would take the memory that "
+            "training needs; take 'vllm', or SGLang's own adapter with a trainer of your own"
+        )
+        raise ConfigError("backend.rollout", what)
     require_backend(nereus_declare_adapter())
     from nereus_adapters.rollout.sglang.factory import SglangEngines
 

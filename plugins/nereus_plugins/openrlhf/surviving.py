@@ -9,6 +9,7 @@ a rank of a group that trains - the session says so, and the job ends with that 
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ T = TypeVar("T")
 NODE_S = 60.0
 """Longest wait, after a call failed, until Ray says which node is gone. Chosen: Ray takes 30 s with
 its own settings (RAY_health_check_period_ms, ..._timeout_ms and ..._failure_threshold)."""
+_NOT_LOST = "[nereus] no node of the job's plan is lost"
+_OF_AN_END = re.compile(r"(?i)\b(died|dead|killed|connection|closed|peer|gloo|nccl|timed? ?out)")
+"""What errors say that come of another process's end. Chosen; others are looked into at once."""
 _LOOK_S = 0.5
 """Between two looks at Ray's nodes. Chosen."""
 ATTEMPTS = 3
@@ -46,6 +50,18 @@ class Drawn:
         """Give again what was given."""
         self._at = 0
 
+    def used(self) -> None:
+        """Forget what was given since the last rewind; what was given before and not again, stays.
+
+        With dynamic filtering, a second attempt may need fewer prompts than the first drew.
+        """
+        del self._given[: self._at]
+        self._at = 0
+
+    def draws_from(self, source: Iterator[Any]) -> bool:
+        """Whether this is the data loader that prompts are drawn from."""
+        return self._source is source
+
 
 def survive(trainer: Any, session: Session) -> None:
     """Let a trainer's steps go on after a node is lost.
@@ -53,17 +69,21 @@ def survive(trainer: Any, session: Session) -> None:
     The generator of an asynchronous job is another process, of which nothing is done again.
     """
     if (generator := getattr(trainer, "samples_generator", None)) is not None:
-        generate = generator._generate_vllm
+        generate, last = generator._generate_vllm, Drawn(iter(()))
 
         @functools.wraps(generate)
         def generated(dataloader_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-            drawn = Drawn(dataloader_iter)
+            nonlocal last
+            if not last.draws_from(dataloader_iter):
+                last = Drawn(dataloader_iter)
 
             def attempt() -> Any:
-                drawn.rewind()
-                return generate(drawn, *args, **kwargs)
+                last.rewind()
+                return generate(last, *args, **kwargs)
 
-            return _redone(session, attempt)
+            found = _redone(session, attempt)
+            last.used()
+            return found
 
         generator._generate_vllm = generated
     maker, broadcast = trainer.experience_maker, trainer.broadcast_to_vllm
@@ -79,9 +99,10 @@ def survive(trainer: Any, session: Session) -> None:
 
         try:
             broadcast()
-        except RayError:  # in any form: ranks hear of an engine's end by their process group
-            if not _recovered(session):  # which has sent the weights
+        except RayError as error:
+            if not recovered(session, error):
                 raise
+            broadcast()  # the change may have been of other stages alone
 
     @functools.wraps(train)
     def trained(global_steps: int) -> Any:
@@ -89,8 +110,10 @@ def survive(trainer: Any, session: Session) -> None:
 
         try:
             return train(global_steps)
-        except RayError:
-            _recovered(session)  # says what is lost, where a node went with a rank that trained
+        except RayError as error:
+            recovered(
+                session, error
+            )  # says what is lost, where a node went with a rank that trained
             raise
 
     maker.make_experience_batch, trainer.broadcast_to_vllm = made, sent
@@ -104,33 +127,52 @@ def _redone(session: Session, attempt: Callable[[], T]) -> T:
         RayError: what a call raised, where no node is lost.
         NereusError: the job cannot go on; says what is lost.
     """
-    from ray.exceptions import ObjectLostError, RayActorError
+    from ray.exceptions import RayError
 
     for _ in range(ATTEMPTS - 1):
         try:
             return attempt()
-        except (RayActorError, ObjectLostError):
-            if not _recovered(session):
+        except RayError as error:  # in any form: a rank may hear of another's end first
+            if not recovered(session, error):
                 raise
     return attempt()
 
 
-def _recovered(session: Session) -> bool:
-    """Change the job when Ray says that devices of its plan are gone; returns whether it did."""
-    deadline_s = time.monotonic() + NODE_S
+def recovered(session: Session, error: Exception) -> bool:
+    """Change the job when Ray says that devices of its plan are gone; returns whether it did.
+
+    Where no node is lost, the error says so in a note, and is not looked into again.
+    """
+    from ray.exceptions import ObjectLostError, RayActorError
+
+    if any(note.startswith(_NOT_LOST) for note in getattr(error, "__notes__", ())):
+        return False
+    dead = isinstance(error, RayActorError | ObjectLostError) or bool(_OF_AN_END.search(str(error)))
+    wait_s = NODE_S if dead else 0.0
+    deadline_s = time.monotonic() + wait_s
     while not session.lost:
         if time.monotonic() > deadline_s:
+            error.add_note(f"{_NOT_LOST}, as Ray says {wait_s:.0f} s later.")
             return False
         time.sleep(_LOOK_S)
     session.at_boundary()
     return not session.lost
 
 
-def resumable(lost: StateLost, args: Any) -> StateLost:
-    """Return the error with OpenRLHF's newest checkpoint and how to go on from it."""
+def resumable(lost: StateLost, args: Any, since_s: float) -> StateLost:
+    """Return the error with OpenRLHF's newest checkpoint and how to go on from it.
+
+    Args:
+        lost: The error.
+        args: Of the job.
+        since_s: When the job began, in seconds of the clock of files: what is older is another's,
+            unless the job was told to load it.
+    """
     latest = Path(args.ckpt.path) / "_actor" / "latest"
     try:
         newest = latest.with_name(latest.read_text(encoding="utf-8").strip())
+        if latest.stat().st_mtime < since_s and not args.ckpt.load_enable:
+            return lost
     except OSError:
         return lost
     return StateLost(lost.stage, str(newest), "the same command and --ckpt.load_enable")

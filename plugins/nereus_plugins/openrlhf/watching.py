@@ -9,6 +9,7 @@ after the weights went to the engines, becomes the boundary.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from nereus_plugins.banner import refusal, say
 from nereus_plugins.openrlhf import FRAMEWORK
 from nereus_plugins.openrlhf.bounds import bounded
 from nereus_plugins.openrlhf.directory import open_on
-from nereus_plugins.openrlhf.surviving import resumable, survive
+from nereus_plugins.openrlhf.surviving import recovered, resumable, survive
 from nereus_plugins.session import Session, open_session
 
 
@@ -56,15 +57,27 @@ def run_watched(
         return fit()
     _at_every_boundary(trainer, session)
     if session.adapts:
-        session.explain = functools.partial(resumable, args=trainer.args)
+        session.explain = functools.partial(resumable, args=trainer.args, since_s=time.time())
         survive(trainer, session)
     try:
-        found = fit()
+        found = _named(fit, session)
     except BaseException as error:
         session.close(f"failed: {type(error).__name__}: {error}")
         raise
     session.close()
     return found
+
+
+def _named(fit: Callable[[], Any], session: Session) -> Any:
+    """Run a loop; where a call in it failed because a node is gone, say what is lost with it."""
+    from ray.exceptions import RayActorError
+
+    try:
+        return fit()
+    except RayActorError as error:
+        if session.adapts:
+            recovered(session, error)
+        raise
 
 
 def _at_every_boundary(trainer: Any, session: Session) -> None:

@@ -320,10 +320,10 @@ def _kill_node(pids=()):
         for process in psutil.process_iter(["cmdline"])
         if (words := process.info["cmdline"] or [""])[0].endswith("raylet") and mine.issubset(words)
     ]
-    raylet.kill()
     for pid in pids:
         for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
             process.kill()
+    raylet.kill()
 
 
 AMID = "killed amid "

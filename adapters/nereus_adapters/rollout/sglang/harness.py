@@ -120,7 +120,7 @@ def new_harness(
     """
     if beside not in ("yes", "no"):
         raise ValueError(f"beside is {beside!r}; expected 'yes' or 'no'")
-    folder = tempfile.TemporaryDirectory(prefix="nereus-sglang-harness-")
+    folder = tempfile.TemporaryDirectory(prefix="nereus-harness-sglang-")
     (Path(folder.name) / "config.json").write_text(json.dumps(dict(TINY)), encoding="utf-8")
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
     return RolloutHarness(

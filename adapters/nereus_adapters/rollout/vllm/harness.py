@@ -117,7 +117,7 @@ def new_harness(
     """
     if front not in ("step", "async"):
         raise ValueError(f"front is {front!r}; expected 'step' or 'async'")
-    folder = tempfile.TemporaryDirectory(prefix="nereus-vllm-harness-")
+    folder = tempfile.TemporaryDirectory(prefix="nereus-harness-vllm-")
     model = write_model(Path(folder.name))
     cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
     spec = ModelSpec.from_hf_config(model, name="actor")

@@ -165,9 +165,10 @@ class RayPool(SeatLine[ActorChannel]):
                 channel.kill()
                 raise SeatDead(device, None, f"start: Ray has lost the node of {device.node}")
         if not pending.future.done():
+            channel.kill()
             awaited = (
                 f"seat {device} to come up on Ray node {channel.node_id}: a worker of Ray imports "
-                "torch there, behind all other processes (RAY_worker_niceness); the limit is "
+                "torch there, perhaps behind other processes (RAY_worker_niceness); the limit is "
                 "backend.start_s"
             )
             raise WaitTimeout(awaited, self._start_s)

@@ -11,6 +11,8 @@ import ray
 
 from nereus_core.errors import ConfigError
 
+_NICE = {"worker_niceness": 0}
+"""Of a Ray that is started here: its own 15 lets seats starve beside any other busy process."""
 _ANSWER_S = 10.0
 """Longest wait for the head node to take a connection. Chosen, not measured."""
 
@@ -54,8 +56,7 @@ class Session:
                 address="local",
                 num_cpus=num_cpus,
                 include_dashboard=False,
-                # Ray's own 15 lets seats starve beside any other process.
-                _system_config={"worker_niceness": 0},
+                _system_config=_NICE if "RAY_worker_niceness" not in os.environ else {},
                 **quiet,
             )
 
