@@ -43,7 +43,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     found = settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
     if found is None:
         return trainer(config, *args, **kwargs)
-    settings = found
+    settings = _bounded(found, config)
 
     class Adapted(trainer):  # type: ignore[misc]  # verl's class is known at run time only
         """verl's trainer with a boundary at every ``on_step_end``."""
@@ -80,7 +80,9 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
                 return super().step(*args, **kwargs)
 
         def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._nereus is not None:
+            # In separate_async replicas generate on meanwhile, and get no weights before the step's
+            # end; mini-batches after the first have old weights aside, cut as the engine is.
+            if self._nereus is not None and self.trainer_mode != "separate_async":
                 tags = [tag for tag in batch.tags if not tag.get("is_padding", False)]
                 prompt, response = (
                     [int(tag[key]) for tag in tags if key in tag]
@@ -113,6 +115,17 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
 
     Adapted.__name__ = Adapted.__qualname__ = trainer.__name__
     return Adapted(config, *args, **kwargs)
+
+
+def _bounded(settings: NereusConfig, config: Any) -> NereusConfig:
+    """Return settings that keep trainers and rollouts apart where verl has a pool for each."""
+    if str(config.trainer.v1.trainer_mode) != "separate_async":
+        return settings
+    constraints = settings.constraints
+    apart = (*constraints.apart, ("actor/generate", "actor/train"))
+    return settings.model_copy(
+        update={"constraints": constraints.model_copy(update={"apart": apart})}
+    )
 
 
 @contextmanager

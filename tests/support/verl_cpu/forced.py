@@ -1,9 +1,10 @@
 """Transitions that a test asks for, and what the state was before and after each.
 
 ``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.forced`` with ``VERL_CPU_FORCED={"2": {"actor/train":
-["tp2pp1", 4]}}``: after step 2, the named stages get that layout on the first 4 devices. What was
-seen goes to ``VERL_CPU_FORCED_LOG``, one JSON object a transition. State is read around the
-adapter: whole tensors are gathered and digested with SHA-256.
+["tp2pp1", 4]}}``: after step 2, the named stages get that layout on the first 4 devices, or, with a
+list in place of 4, on those of these numbers. What was seen goes to ``VERL_CPU_FORCED_LOG``, one
+JSON object a transition. State is read around the adapter: whole tensors are gathered and digested
+with SHA-256.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import json
 import os
 import time
 
+import ray
 import torch
 
 from nereus_adapters.ray_calls import call_all
@@ -21,6 +23,7 @@ from nereus_core.plan import Placement, Plan
 from nereus_core.workload import ModelStage
 from nereus_plugins.post_import import after_import
 from verl_cpu import faults
+from verl_cpu.asked import version
 
 
 def sha256(worker):
@@ -51,11 +54,20 @@ def digests(trainer):
 def planned(controller, wanted):
     devices = controller._adapter.job().cluster.devices
     placements = dict(controller.plan)
-    for stage, (layout, count) in wanted.items():
-        placements[ModelStage.parse(stage)] = Placement.packed(
-            Layout.parse(layout), devices[:count]
-        )
+    for stage, (layout, which) in wanted.items():
+        chosen = devices[:which] if isinstance(which, int) else tuple(devices[i] for i in which)
+        placements[ModelStage.parse(stage)] = Placement.packed(Layout.parse(layout), chosen)
     return Plan(placements)
+
+
+def versions(trainer):
+    """Return the step whose weights each server on the balancer has."""
+    manager = getattr(trainer, "standalone_server_manager", None) or trainer.llm_server_manager
+    listed = ray.get(manager.global_load_balancer.get_all_servers.remote(), timeout=60)
+    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+    assert sorted(listed) == sorted(handles), (listed, sorted(handles))
+    asked = [handle.__ray_call__.remote(version) for handle in handles.values()]
+    return dict(zip(handles, ray.get(asked, timeout=60), strict=True))
 
 
 def _force(module):
@@ -67,12 +79,14 @@ def _force(module):
         wanted = steps.get(int(trainer.global_steps))
         if wanted:
             record = {"step": int(trainer.global_steps), "before": digests(trainer)}
+            record["versions"] = versions(trainer)
             start_s = time.perf_counter()
             faults.arm(record["step"])
             try:
                 decision = self.controller.go_to(planned(self.controller, wanted), "test")
                 record["admitted"] = decision.admitted
                 record["after"] = digests(trainer)
+                record["free"] = ray.available_resources().get("GPU", 0.0)
                 record["world"] = trainer.actor_rollout_wg.world_size
             except Exception as error:
                 record["error"] = f"{type(error).__name__}: {error}"
