@@ -120,9 +120,13 @@ class Fleet:
             for device, worker, name in zip(devices, group.workers, group.worker_names, strict=True)
         }
 
+    def leaving(self, kept: Collection[Device]) -> list[Device]:
+        """Name the devices whose processes Nereus started and nobody uses any more."""
+        return [d for d, seat in self._seats.items() if seat.own and d not in kept]
+
     def release(self, kept: Collection[Device]) -> None:
-        """End processes that Nereus started and nobody uses any more."""
-        self._end({d: seat for d, seat in self._seats.items() if seat.own and d not in kept})
+        """End the processes that are leaving, and give their devices back to Ray."""
+        self._end({device: self._seats[device] for device in self.leaving(kept)})
 
     def _end(self, seats: Mapping[Device, Seat]) -> None:
         for device, seat in seats.items():

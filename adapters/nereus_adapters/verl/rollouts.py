@@ -8,17 +8,19 @@ of them and gives them the trainer's weights. The load balancer learns of it at 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
 
 from nereus_adapters.ray_calls import apart
 from nereus_adapters.verl.fleet import Fleet
-from nereus_core.errors import WaitTimeout
+from nereus_core.errors import NereusError, WaitTimeout
 from nereus_core.units import Unit, UnitId
 
 _RANKS = itertools.count(1000)
@@ -107,6 +109,7 @@ class Rollouts:
                 balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
             )
         for unit in gone:
+            self._turn_away(self.replicas[unit])
             _end(self.replicas.pop(unit))
         self._linked = set(units)
         replicas = [self.replicas[u] for u in units]
@@ -114,6 +117,21 @@ class Rollouts:
         manager.server_handles = [r._server_handle for r in replicas]
         manager.server_addresses = [r._server_address for r in replicas]
         self._trainer.checkpoint_manager.replicas = replicas
+
+    def _turn_away(self, replica: Any) -> None:
+        """Let requests go that an asynchronous job has on a replica that is to end.
+
+        verl's client takes what each has generated to another replica, which goes on from there.
+        """
+        if self._trainer.trainer_mode == "sync":
+            return
+        known = inspect.signature(replica.abort_all_requests).parameters
+        # verl 0.9.0 has no such word: a request that waits fails, and verl asks for it anew.
+        word = {"reject_request": True} if "reject_request" in known else {}
+        with suppress(NereusError, ray.exceptions.RayError):
+            # One that does not answer is ended all the same; verl asks anew for what it had.
+            abort = partial(replica.abort_all_requests, **word)
+            self._wait(abort, f"the requests of {replica._server_address} to stop")
 
     def _get(self, answer: Any, awaited: str) -> None:
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import ray
@@ -20,7 +19,6 @@ import ray
 from nereus_adapters.ray_calls import apart
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.rollouts import Rollouts, shutdown_engine
-from nereus_core.errors import NereusError
 from nereus_core.units import Unit, UnitId
 
 RANKS = itertools.count(1_000_000)
@@ -126,10 +124,7 @@ class Standalone(Rollouts):
         addresses = [r._server_address for r in leaving]
         self._get(balancer.remove_servers.remote(addresses), "the load balancer to let servers go")
         for unit, replica in zip(units, leaving, strict=True):
-            with suppress(NereusError, ray.exceptions.RayError):
-                # One that does not answer is ended all the same; verl fills up what it had.
-                abort = partial(replica.abort_all_requests, reject_request=True)
-                self._wait(abort, f"the requests in flight on {unit} to stop")
+            self._turn_away(replica)
             del self.replicas[unit]
             self._end(unit, replica)
 
