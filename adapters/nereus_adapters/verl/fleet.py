@@ -76,9 +76,11 @@ class Fleet:
             WaitTimeout, SeatDead: they did not come up.
         """
         absent = [d for d in devices if d not in self._seats]
+        if not absent:
+            return
         fresh: dict[Device, Seat] = {}
         try:
-            for some in [absent] if together and absent else [[d] for d in absent]:
+            for some in [absent] if together else [[device] for device in absent]:
                 fresh |= self._started_on(some)
             known = call_all(
                 {device: seat.worker for device, seat in list(self._seats.items())[:1]},

@@ -2,7 +2,8 @@
 
 ``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.forced`` with ``VERL_CPU_FORCED={"2": {"actor/train":
 ["tp2pp1", 4]}}``: after step 2, the named stages get that layout on the first 4 devices, or, with a
-list in place of 4, on those of these numbers. What was seen goes to ``VERL_CPU_FORCED_LOG``, one
+list in place of 4, on those of these numbers; with "2+" amid step 2, when its batch has been
+sampled. What was seen goes to ``VERL_CPU_FORCED_LOG``, one
 JSON object a transition. State is read around the adapter: whole tensors are gathered and digested
 with SHA-256.
 """
@@ -71,34 +72,44 @@ def versions(trainer):
 
 
 def _force(module):
-    steps = {int(k): v for k, v in json.loads(os.environ.get("VERL_CPU_FORCED", "{}")).items()}
-    once = module.Session.at_boundary
+    plans = json.loads(os.environ.get("VERL_CPU_FORCED", "{}"))
+    at_boundary, before_training = module.Session.at_boundary, module.Session.before_training
 
-    def at_boundary(self):
-        trainer = self.controller._adapter._trainer
-        wanted = steps.get(int(trainer.global_steps))
-        if wanted:
-            record = {"step": int(trainer.global_steps), "before": digests(trainer)}
-            record["versions"] = versions(trainer)
-            start_s = time.perf_counter()
-            faults.arm(record["step"])
-            try:
-                decision = self.controller.go_to(planned(self.controller, wanted), "test")
-                record["admitted"] = decision.admitted
-                record["after"] = digests(trainer)
-                record["free"] = ray.available_resources().get("GPU", 0.0)
-                record["world"] = trainer.actor_rollout_wg.world_size
-            except Exception as error:
-                record["error"] = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                record["seconds"] = time.perf_counter() - start_s
-                record["plan"] = self.controller.plan.to_json()
-                with open(os.environ["VERL_CPU_FORCED_LOG"], "a") as file:
-                    file.write(json.dumps(record) + "\n")
-        return once(self)
+    def go(session, moment):
+        trainer = session.controller._adapter._trainer
+        step = int(trainer.global_steps)
+        wanted = plans.get(f"{step}{moment}")
+        if not wanted:
+            return
+        record = {"step": step, "moment": moment, "before": digests(trainer)}
+        record["versions"] = versions(trainer)
+        start_s = time.perf_counter()
+        faults.arm(f"{step}{moment}")
+        try:
+            decision = session.controller.go_to(planned(session.controller, wanted), "test")
+            record["admitted"] = decision.admitted
+            record["after"] = digests(trainer)
+            record["free"] = ray.available_resources().get("GPU", 0.0)
+            record["world"] = trainer.actor_rollout_wg.world_size
+        except Exception as error:
+            record["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            record["seconds"] = time.perf_counter() - start_s
+            record["plan"] = session.controller.plan.to_json()
+            with open(os.environ["VERL_CPU_FORCED_LOG"], "a") as file:
+                file.write(json.dumps(record) + "\n")
 
-    module.Session.at_boundary = at_boundary
+    def forced_boundary(self):
+        go(self, "")
+        return at_boundary(self)
+
+    def forced_training(self, prompt, response):
+        go(self, "+")
+        return before_training(self, prompt, response)
+
+    module.Session.at_boundary = forced_boundary
+    module.Session.before_training = forced_training
 
 
 after_import("nereus_plugins.session", _force)
