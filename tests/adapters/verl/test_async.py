@@ -12,7 +12,7 @@ PLANS = {
     1: {"actor/generate": ["tp1pp1", [2, 3]]},
     2: {"actor/train": ["tp2pp1", [0, 1, 4, 5]]},
     # The ranks refuse to meet, once; a replica has come beside the rank on device 4.
-    3: {"actor/train": ["tp2pp1", [0, 1]], "actor/generate": ["tp1pp1", [2, 3, 4]]},
+    3: {"actor/train": ["tp2pp1", [0, 1]], "actor/generate": ["tp1pp1", [2, 4]]},
     4: {"actor/train": ["tp2pp1", [0, 1]], "actor/generate": ["tp1pp1", [3]]},
     5: {"actor/generate": ["tp2pp1", [2, 5]]},
     6: {"actor/train": ["tp2pp1", [0, 1, 2, 5]], "actor/generate": ["tp1pp1", [3]]},
