@@ -101,8 +101,7 @@ class VerlAdapter(LedgerAdapter):
         self._changes, self._hybrid = not self._refused, is_hybrid(trainer)
         if self._changes:
             limit_s, served = self._timeouts.primitive_s, serving(self._units)
-            own_devices = {} if self._hybrid else dict(zip(served, replicas, strict=True))
-            held = bundles(trainer, ranks, own_devices, of_worker)
+            held = bundles(trainer, ranks, of_worker)
             self.fleet = Fleet(trainer, ranks.devices, held, limit_s)
             kind = Rollouts if self._hybrid else Standalone
             self.rollouts = kind(trainer, served, self.fleet, limit_s)

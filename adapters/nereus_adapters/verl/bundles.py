@@ -16,6 +16,7 @@ import ray
 
 from nereus_core.cluster import Device
 from nereus_core.errors import DevicesMissing, Infeasible
+from nereus_core.units import UnitId
 
 COLOCATED = 3
 """Processes that verl lets share a bundle of its trainers': ResourcePoolManager's own default."""
@@ -42,7 +43,7 @@ class Bundles:
         self,
         kind: str,
         trainers: Mapping[Device, Bundle],
-        replicas: Mapping[object, Mapping[Device, Bundle]],
+        replicas: Mapping[UnitId, Mapping[Device, Bundle]],
     ) -> None:
         self._kind, self._made = kind, 0
         self._at = dict(trainers)

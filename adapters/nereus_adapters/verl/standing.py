@@ -122,29 +122,28 @@ def is_hybrid(trainer: Any) -> bool:
     return getattr(trainer, "standalone_server_manager", None) is None
 
 
-def bundles(
-    trainer: Any, ranks: Ranks, replicas: Mapping[UnitId, Any], of_worker: Mapping[Any, Device]
-) -> Bundles:
-    """Say which of Ray's bundles stands for each device.
+def bundles(trainer: Any, ranks: Ranks, of_worker: Mapping[Any, Device]) -> Bundles:
+    """Say which of Ray's bundles stands for each device that trainers and replicas may exchange.
+
+    In a hybrid job none may: its own processes stay where they are.
 
     Args:
-        trainer: verl's trainer.
+        trainer: verl's trainer, as verl has built it.
         ranks: Of its trainers.
-        replicas: By unit, those that have devices of their own; none of a hybrid job's.
         of_worker: Device by Ray actor id.
     """
-    (pool,) = (p for n, p in trainer.resource_pool_manager.resource_pool_dict.items() if n == POOL)
-    return Bundles(
-        str(trainer.config.trainer.device),
-        dict(zip(ranks.devices, bundles_of(pool), strict=True)),
-        {
-            unit: {
-                of_worker[worker._actor_id]: bundle
-                for worker, bundle in zip(r.workers, bundles_of(r.resource_pool), strict=True)
-            }
-            for unit, r in replicas.items()
-        },
-    )
+    kind = str(trainer.config.trainer.device)
+    if is_hybrid(trainer):
+        return Bundles(kind, {}, {})
+    pool = trainer.resource_pool_manager.resource_pool_dict[POOL]
+    replicas = {
+        UnitId(ACTOR_GENERATE, index): {
+            of_worker[worker._actor_id]: bundle
+            for worker, bundle in zip(r.workers, bundles_of(r.resource_pool), strict=True)
+        }
+        for index, r in enumerate(replicas_of(trainer))
+    }
+    return Bundles(kind, dict(zip(ranks.devices, bundles_of(pool), strict=True)), replicas)
 
 
 def devices_of(ranks: Ranks, replicas: Sequence[Any], timeout_s: float) -> dict[Any, Device]:
