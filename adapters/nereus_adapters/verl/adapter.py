@@ -18,7 +18,7 @@ from nereus_adapters.verl import CAPABILITIES, shards
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.peaks import device_peaks
-from nereus_adapters.verl.reading import job_of
+from nereus_adapters.verl.reading import asleep, job_of
 from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
@@ -99,7 +99,9 @@ class VerlAdapter(LedgerAdapter):
         if self._hybrid:
             self.fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
             limit_s = self._timeouts.primitive_s
-            self.rollouts = Rollouts(trainer, serving(self._units), self.fleet, limit_s)
+            sleepers = asleep(trainer.config.actor_rollout_ref.rollout, settings)
+            mine = serving(self._units)
+            self.rollouts = Rollouts(trainer, mine, self.fleet, limit_s, sleepers)
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
@@ -191,8 +193,10 @@ class VerlAdapter(LedgerAdapter):
         self._units = self.linked = after
 
     def close(self) -> None:
-        """Give the trainer its method back; the job goes on."""
+        """Give the trainer its method back and end what sleeps; the job goes on."""
         self._recorder.stop()
+        if self._hybrid:
+            self.rollouts.leave()
 
     # --- Primitives ---------------------------------------------------------------------------
 

@@ -112,15 +112,22 @@ class Fleet:
         for device, name in zip(absent, group.worker_names, strict=True):
             self._seats[device] = Seat(fresh[device], name, group)
 
+    def leaving(self, kept: Collection[Device]) -> list[Device]:
+        """Name the devices of groups that Nereus started and nobody uses any more."""
+        used = {id(seat.group) for device, seat in self._seats.items() if device in kept}
+        return [
+            device
+            for device, seat in self._seats.items()
+            if seat.group is not None and id(seat.group) not in used
+        ]
+
     def release(self, kept: Collection[Device]) -> None:
-        """Give back to Ray the devices of groups that Nereus started and nobody uses any more."""
-        groups = {id(s.group): s.group for s in self._seats.values() if s.group is not None}
-        for key, group in groups.items():
-            members = [d for d, s in self._seats.items() if id(s.group) == key]
-            if not set(members) & set(kept):
-                _end(group)
-                for device in members:
-                    del self._seats[device]
+        """Give the devices that are leaving back to Ray."""
+        gone = self.leaving(kept)
+        for group in {id(self._seats[d].group): self._seats[d].group for d in gone}.values():
+            _end(group)
+        for device in gone:
+            del self._seats[device]
 
 
 def _end(group: Any) -> None:

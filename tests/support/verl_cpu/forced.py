@@ -48,6 +48,12 @@ def digests(trainer):
     return answers[Device("rank", 0)]
 
 
+def servers(trainer):
+    """Name the server of each replica: the same name is the same process."""
+    replicas = trainer.llm_server_manager.rollout_replicas
+    return [replica.servers[0]._actor_id.hex() for replica in replicas]
+
+
 def planned(controller, wanted):
     devices = controller._adapter.job().cluster.devices
     placements = dict(controller.plan)
@@ -67,8 +73,9 @@ def _force(module):
         wanted = steps.get(int(trainer.global_steps))
         if wanted:
             record = {"step": int(trainer.global_steps), "before": digests(trainer)}
+            record["served"] = servers(trainer)
+            faults.arm(record["step"], self.controller._adapter)
             start_s = time.perf_counter()
-            faults.arm(record["step"])
             try:
                 decision = self.controller.go_to(planned(self.controller, wanted), "test")
                 record["admitted"] = decision.admitted
@@ -79,6 +86,7 @@ def _force(module):
                 raise
             finally:
                 record["seconds"] = time.perf_counter() - start_s
+                record["serve"] = servers(trainer)
                 record["plan"] = self.controller.plan.to_json()
                 with open(os.environ["VERL_CPU_FORCED_LOG"], "a") as file:
                     file.write(json.dumps(record) + "\n")
