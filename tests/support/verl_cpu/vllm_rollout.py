@@ -3,7 +3,7 @@
 ``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.vllm_rollout`` with `OVERRIDES` and `environment`. What a
 request draws follows from its prompt, the weights' version and how many requests for that prompt
 came before it in that version (`verl_cpu.rollout.Turns`): vLLM gets it as the request's own seed.
-``VERL_CPU_FAULT=kill-server:2`` ends the server that is asked first in step 2.
+``VERL_CPU_FAULT=kill-server:2`` ends the server of verl's first replica as it is asked in step 2.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def _seeded(module):
     generate = server.generate
 
     async def seeded(self, prompt_ids, sampling_params, request_id, **others):
-        if _faulty("kill-server", self.global_steps):
+        if self.replica_rank == 0 and _faulty("kill-server", self.global_steps):
             os._exit(1)
         if not hasattr(self, "_turns"):
             self._turns = _turns()
@@ -67,3 +67,19 @@ def _seeded(module):
 
 
 after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _seeded)
+
+
+def _by_token(module):
+    whole = module.calculate_debug_metrics
+
+    def calculate_debug_metrics(data):
+        """verl compares probabilities; a token's log-probabilities tell more where both are small."""
+        mine, theirs = data.batch["rollout_log_probs"], data.batch["old_log_probs"]
+        mask = data.batch["response_mask"][:, -mine.shape[1] :].bool()
+        apart = (mine - theirs).abs()[mask].max().item()
+        return {**whole(data), "training/rollout_log_probs_diff_max": apart}
+
+    module.calculate_debug_metrics = calculate_debug_metrics
+
+
+after_import("verl.utils.debug.metrics", _by_token)
