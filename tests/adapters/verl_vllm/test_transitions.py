@@ -1,14 +1,15 @@
 """Rollouts of vLLM's change their layout in a real job, which learns what it learns without."""
 
 import pytest
+from verl_cpu.alike import allowed, gaps
 from verl_cpu.job import COMPARED
 
 from nereus_core.events import TransitionFinished
 
 pytestmark = pytest.mark.real
 
-NAMES = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean")
-PROBABILITY, LOG_PROBABILITY = 1e-6, 1e-5
+LOG_PROBABILITY = 1e-6
+"""Two units in the last place of a float32 of this model's log-probabilities, which are about -6."""
 
 
 @pytest.fixture
@@ -36,7 +37,8 @@ def test_parameters_and_moments_are_the_same_bit_for_bit(changed):
 
 
 def test_the_rollout_follows_the_actor_after_every_transition(changed):
-    assert max(changed.series("training/rollout_probs_diff_max", COMPARED + 1)) <= PROBABILITY
+    by_token = changed.series("training/rollout_log_probs_diff_max", COMPARED + 1)
+    assert max(by_token) <= LOG_PROBABILITY
 
 
 def test_a_layout_that_comes_back_starts_no_process(changed):
@@ -45,8 +47,16 @@ def test_a_layout_that_comes_back_starts_no_process(changed):
     assert again["serve"] == whole["serve"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_job_learns_what_the_fixed_job_learns(jobs, changed, name):
+def test_the_job_learns_what_the_fixed_job_learns(jobs, changed):
+    """It strays no further than a few times as far as two jobs that are never changed."""
     stock, fixed = jobs("stock"), jobs("fixed")
     assert stock.ran.returncode == 0, stock.ran.output[-4000:]
-    assert changed.series(name) == pytest.approx(fixed.series(name), rel=1e-5, abs=1e-6)
+    series = [job.ran.metrics[:COMPARED] for job in (stock, fixed, changed)]
+    for steps in series:
+        assert len(steps) == COMPARED
+        assert min(step["actor/grad_norm"] for step in steps) > 0.01  # there is something to learn
+    apart, found = gaps(series[0], series[1]), gaps(series[1], series[2])
+    print(f"two fixed jobs differ by {apart}, the changed one by {found}")
+    limits = allowed(apart)
+    strayed = {name: (gap, limits[name]) for name, gap in found.items() if gap > limits[name]}
+    assert not strayed, f"(difference, allowed): {strayed}"

@@ -73,7 +73,7 @@ def _by_token(module):
     whole = module.calculate_debug_metrics
 
     def calculate_debug_metrics(data):
-        """verl compares probabilities; a token's log-probabilities tell more where both are small."""
+        """verl compares probabilities; where both are small, their logarithms tell more."""
         mine, theirs = data.batch["rollout_log_probs"], data.batch["old_log_probs"]
         mask = data.batch["response_mask"][:, -mine.shape[1] :].bool()
         apart = (mine - theirs).abs()[mask].max().item()
