@@ -47,6 +47,10 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    def __reduce__(self) -> tuple[type[Box], tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Pickle as a call: a third of a dataclass's time, and transfers send hundreds."""
+        return Box, (self.offset, self.shape)
+
     @property
     def num_elements(self) -> int:
         """How many elements the box covers."""

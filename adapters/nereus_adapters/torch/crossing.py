@@ -63,6 +63,8 @@ class Crossing:
         self._ahead: ThreadPoolExecutor | None = None
         self._early: dict[int, Future[int]] = {}
         """Digests of buckets that leave, by identity; from when state is held still on."""
+        self._views: dict[int, list[torch.Tensor]] = {}
+        """Regions of buckets that leave, by identity; from the offer until they have crossed."""
 
     def offer(self) -> Offer:
         """Say where others find what they need of this seat."""
@@ -70,9 +72,8 @@ class Crossing:
         spots: dict[int, list[Spot]] = defaultdict(list)
         if window is not None:
             for bucket in self._leaving():
-                spots[bucket.target] += [
-                    spot(self._read(bucket.slot, name, box)) for name, box in bucket.regions
-                ]
+                self._views[id(bucket)] = views = self._leaving_views(bucket)
+                spots[bucket.target] += map(spot, views)
         return Offer(window, {target: tuple(found) for target, found in spots.items()})
 
     def digest_ahead(self) -> None:
@@ -92,6 +93,7 @@ class Crossing:
             self._ahead.shutdown(cancel_futures=True)
             self._ahead = None
         self._early.clear()
+        self._views.clear()
 
     def check_ways(self, ways: Ways) -> None:
         """Raise Unreadable when a neighbor's memory cannot be read."""
@@ -137,31 +139,34 @@ class Crossing:
                 group, sent, self._read, self._write, self._dtypes, self._device, self._accountant,
                 spoils,
             )  # fmt: skip
+        self._views.clear()  # before commit: what ends then is not held here
         return {target: tuple(found) for target, found in left.items()}
 
     def _fetched(self, ways: Ways, arrival: tuple[Bucket, tuple[Spot, ...]]) -> int:
         """Read a bucket out of another process; return the digest of what arrived."""
         bucket, spots = arrival
-        window, found = ways.arrivals[bucket.source].window, xxhash.xxh3_64()
-        for (name, box), where in zip(bucket.regions, spots, strict=True):
-            view = self._write(bucket.slot, name, box)
-            with self._packed(view):
-                fetch(window, where, view, found)
+        views = [self._write(bucket.slot, name, box) for name, box in bucket.regions]
+        found = xxhash.xxh3_64()
+        with self._packed(views):
+            fetch(ways.arrivals[bucket.source].window, zip(spots, views, strict=True), found)
         return found.intdigest()
 
     def _left(self, bucket: Bucket) -> int:
         """Return the digest of a bucket that others read."""
+        views = self._views.get(id(bucket)) or self._leaving_views(bucket)
         found = xxhash.xxh3_64()
-        for name, box in bucket.regions:
-            view = self._read(bucket.slot, name, box)
-            with self._packed(view):
+        with self._packed(views):
+            for view in views:
                 digest(view, found)
         return found.intdigest()
 
+    def _leaving_views(self, bucket: Bucket) -> list[torch.Tensor]:
+        return [self._read(bucket.slot, name, box) for name, box in bucket.regions]
+
     @contextmanager
-    def _packed(self, view: torch.Tensor) -> Iterator[None]:
-        """Count the copy in which a region that is not contiguous is digested."""
-        extra = 0 if view.is_contiguous() else view.nbytes
+    def _packed(self, views: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Count the copies in which regions that are not contiguous are digested, one at a time."""
+        extra = max((0 if view.is_contiguous() else view.nbytes for view in views), default=0)
         self._accountant.take(extra)
         try:
             yield

@@ -39,14 +39,19 @@ def buckets(
     for route in found:
         if not route.is_local:
             pairs[numbering[route.source], numbering[route.target]].append(route)
-    lanes = [
-        [
-            Bucket(source, target, slot, regions)
-            for slot, each in item_bytes.items()
-            for regions in _runs(routes, max(1, bucket_bytes // each))
-        ]
-        for (source, target), routes in sorted(pairs.items())
-    ]
+    lanes = []
+    for (source, target), routes in sorted(pairs.items()):
+        runs = {  # slots of one width share theirs, here and where they are pickled
+            each: tuple(_runs(routes, max(1, bucket_bytes // each)))
+            for each in set(item_bytes.values())
+        }
+        lanes.append(
+            [
+                Bucket(source, target, slot, regions)
+                for slot, each in item_bytes.items()
+                for regions in runs[each]
+            ]
+        )
     return tuple(b for b in chain.from_iterable(zip_longest(*lanes)) if b is not None)
 
 

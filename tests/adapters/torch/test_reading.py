@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 
-from nereus_adapters.torch import move  # noqa: E402
+from nereus_adapters.torch import move, reading  # noqa: E402
 from nereus_adapters.torch.engine import PeerLost  # noqa: E402
 from nereus_adapters.torch.exchange import Garbled  # noqa: E402
 from nereus_adapters.torch.reading import (  # noqa: E402
@@ -69,7 +69,7 @@ def test_regions_of_another_process_arrive_whole(other):
     ):
         at = address + rows.start * strides[0] + columns.start * strides[1]
         into, left, came = torch.empty_like(whole[rows, columns].contiguous()), *_digests(2)
-        fetch(window, (at, strides), into, came)
+        fetch(window, [((at, strides), into)], came)
         digest(whole[rows, columns], left)
         assert torch.equal(into, whole[rows, columns])
         assert came.digest() == left.digest()
@@ -83,23 +83,39 @@ def _cuts(draw):
 
 
 @given(
-    cut=_cuts(),
-    room=st.integers(0, 3),
+    cuts=st.lists(st.tuples(_cuts(), st.integers(0, 2)), min_size=1, max_size=6),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    chunk=st.sampled_from([16, 64, CHUNK_BYTES]),
 )
 @settings(max_examples=200, deadline=None)
-def test_any_region_arrives_in_any_place_and_nothing_beside_it(cut, room, dtype):
-    """From strided to strided storage, of this process: the same system call."""
-    shape, where = cut
-    source = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    part = source[where]
-    wide = torch.zeros([n + room for n in part.shape], dtype=dtype)
-    into = wide[tuple(slice(0, n) for n in part.shape)]
+def test_any_regions_arrive_in_any_place_and_nothing_beside_them(cuts, dtype, chunk):
+    """From strided to strided storage and whole to whole, mixed; of this process: the same call."""
+    draw = torch.Generator().manual_seed(1)
+    parts = [torch.randn(shape, generator=draw).to(dtype)[where] for (shape, where), _ in cuts]
+    wide = [
+        torch.zeros([n + room for n in part.shape], dtype=dtype)
+        for part, (_, room) in zip(parts, cuts, strict=True)
+    ]
+    into = [w[tuple(slice(0, n) for n in p.shape)] for w, p in zip(wide, parts, strict=True)]
     left, came = _digests(2)
-    fetch(own_window(), spot(part), into, came)
-    digest(part, left)
-    assert torch.equal(into, part)
-    assert int(wide.count_nonzero()) == int(part.count_nonzero())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "CHUNK_BYTES", chunk)
+        fetch(own_window(), zip(map(spot, parts), into, strict=True), came)
+    for part, there, whole in zip(parts, into, wide, strict=True):
+        digest(part, left)
+        assert torch.equal(there, part)
+        assert int(whole.count_nonzero()) == int(part.count_nonzero())
+    assert came.digest() == left.digest()
+
+
+def test_more_regions_arrive_than_one_system_call_takes():
+    parts = torch.arange(5000.0).split(2)
+    into = torch.zeros(5000).split(2)
+    left, came = _digests(2)
+    fetch(own_window(), zip(map(spot, parts), into, strict=True), came)
+    for part, there in zip(parts, into, strict=True):
+        digest(part, left)
+        assert torch.equal(there, part)
     assert came.digest() == left.digest()
 
 
@@ -117,7 +133,7 @@ def test_a_process_that_is_gone_is_named(other):
     process.kill()
     process.wait()
     with pytest.raises(PeerLost, match=f"process {window.pid}: No such process"):
-        fetch(window, where, torch.empty(1500, 2000), *_digests(1))
+        fetch(window, [(where, torch.empty(1500, 2000))], *_digests(1))
     with pytest.raises(Unreadable, match="No such process"):
         window.check()
 
@@ -125,7 +141,7 @@ def test_a_process_that_is_gone_is_named(other):
 def test_memory_that_is_gone_is_an_error(other):
     _, window, (_, strides) = other
     with pytest.raises(PeerLost, match="Bad address"):
-        fetch(window, (8, strides), torch.empty(1500, 2000), *_digests(1))
+        fetch(window, [((8, strides), torch.empty(1500, 2000))], *_digests(1))
 
 
 def test_another_process_under_the_same_id_is_noticed(other):

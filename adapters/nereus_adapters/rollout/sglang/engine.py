@@ -268,6 +268,7 @@ class SglangEngine:
     def _bury(self) -> None:
         with self._lock:
             self._alive, self._version = False, None
+            self._leased.connection.close()  # here: nobody reads it any more, nor writes to it now
             calls, self._calls = self._calls, {}
             responses, self._responses = self._responses, {}
         for response in responses.values():

@@ -43,6 +43,7 @@ class Leased:
     name: str
     pid: int
     connection: Connection
+    """Closed by whoever reads it."""
     folder: Path
     """Its temporary files; removed when it has ended."""
 
@@ -137,8 +138,6 @@ class StemPool:
         end_group(leased.pid, leased.folder, ranks)
         with self._lock:
             self._leased.pop(leased.pid, None)
-        with contextlib.suppress(OSError):
-            leased.connection.close()
 
     def close(self) -> None:
         """End all engine processes and the stem. Safe to call twice."""
