@@ -9,7 +9,7 @@ from nereus_core.events import TransitionFinished
 pytestmark = pytest.mark.real
 
 LOG_PROBABILITY = 1e-6
-"""Two units in the last place of a float32 of this model's log-probabilities, which are about -6."""
+"""Two units in the last place of this model's log-probabilities, which are about -6 (float32)."""
 
 
 @pytest.fixture
