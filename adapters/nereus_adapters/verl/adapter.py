@@ -23,9 +23,11 @@ from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.settings import VerlSettings
+from nereus_adapters.verl.standalone import Standalone
 from nereus_adapters.verl.standing import (
     ROLES,
     Ranks,
+    bundles,
     devices_of,
     free_devices,
     is_hybrid,
@@ -40,6 +42,7 @@ from nereus_core.config import NereusConfig
 from nereus_core.errors import (
     Infeasible,
     OutOfDeviceMemory,
+    PlanError,
     SeatDead,
     TransitionFailed,
     Unsupported,
@@ -60,7 +63,7 @@ from nereus_core.primitives import (
     sources,
 )
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
 _ROLE_OF = {stage: role for role, stage in ROLES.items()}
 
@@ -95,13 +98,18 @@ class VerlAdapter(LedgerAdapter):
         self.linked = self._units
         # Otherwise a replica frees its weights before the trainer computes.
         self._resident = not trainer.config.actor_rollout_ref.rollout.free_cache_engine
-        self._hybrid = () if self._refused else ranks.devices
-        if self._hybrid:
-            self.fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
-            limit_s = self._timeouts.primitive_s
-            sleepers = asleep(trainer.config.actor_rollout_ref.rollout, settings)
-            mine = serving(self._units)
-            self.rollouts = Rollouts(trainer, mine, self.fleet, limit_s, sleepers)
+        self._changes, self._hybrid = not self._refused, is_hybrid(trainer)
+        if self._changes:
+            limit_s, served = self._timeouts.primitive_s, serving(self._units)
+            own_devices = {} if self._hybrid else dict(zip(served, replicas, strict=True))
+            held = bundles(trainer, ranks, own_devices, of_worker)
+            self.fleet = Fleet(trainer, ranks.devices, held, limit_s)
+            self.rollouts: Rollouts
+            if self._hybrid:
+                sleepers = asleep(trainer.config.actor_rollout_ref.rollout, settings)
+                self.rollouts = Rollouts(trainer, served, self.fleet, limit_s, sleepers)
+            else:
+                self.rollouts = Standalone(trainer, served, self.fleet, limit_s)
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
@@ -113,13 +121,13 @@ class VerlAdapter(LedgerAdapter):
     def job(self) -> Job:
         """Static facts; devices whose process or node is gone are marked."""
         nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        dead = self.fleet.dead if self._hybrid else frozenset()
+        dead = self.fleet.dead if self._changes else frozenset()
         lost = [d for d in self._job.cluster.devices if d.node not in nodes or d in dead]
         return self._job.on(self._job.cluster.without(lost)) if lost else self._job
 
     def units(self) -> UnitMap:
         """Shard groups of the trainer's engines and the rollout's replicas, those staged too."""
-        return self._units.intact(self.fleet.dead) if self._hybrid else self._units
+        return self._units.intact(self.fleet.dead) if self._changes else self._units
 
     def observe(self) -> Observation:
         """Drain the step that verl has just completed."""
@@ -178,11 +186,13 @@ class VerlAdapter(LedgerAdapter):
         """Switch the trainer over to the units alive.
 
         Raises:
-            PlanError: the units alive are not the plan's.
+            PlanError: the units alive are not the plan's, or replicas lie on trainers' devices.
             TransitionFailed: the ranks could not meet; says whether the old plan goes on.
         """
         before, after = self.linked, self.units()
         require_plan(plan, self.job(), after)
+        if not self._hybrid and plan.sharing(ACTOR_GENERATE, ACTOR_TRAIN):
+            raise PlanError(["separate_async: trainers and rollout replicas share a device"])
         if before == after:
             return
         try:
@@ -195,7 +205,7 @@ class VerlAdapter(LedgerAdapter):
     def close(self) -> None:
         """Give the trainer its method back and end what sleeps; the job goes on."""
         self._recorder.stop()
-        if self._hybrid:
+        if self._changes:
             self.rollouts.leave()
 
     # --- Primitives ---------------------------------------------------------------------------
@@ -218,15 +228,19 @@ class VerlAdapter(LedgerAdapter):
         return Standing(self.job(), units, self.gate.held, self.gate.inside, lost=lost)
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
-        if not self._hybrid:
+        if not self._changes:
             raise Unsupported(str(op), self._refused)
-        self._require_runs(op)
+        stage = model_stage_of(op)
+        apart = not self._hybrid and stage.stage is Stage.GENERATE
+        if not apart:
+            self._require_runs(op)
         self._require_fits(op, readable)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
-        with self._lock:
-            self.fleet.start([d for unit in made for d in unit.devices])
-        stage = model_stage_of(op)
+        if not apart:
+            with self._lock:
+                devices = [d for unit in made for d in unit.devices]
+                self.fleet.start(devices, together=self._hybrid)
         if stage.stage is Stage.GENERATE:
             done = self._serve(made, enter)
         elif made:
@@ -285,7 +299,9 @@ class VerlAdapter(LedgerAdapter):
             if unit.layout.pp > 1:
                 raise Unsupported(str(op), "verl's FSDP engine has no pipeline stages", op)
             places = [self._order.index(d) for d in unit.devices]
-            if places != list(range(places[0], places[0] + len(places))):
+            run = list(range(places[0], places[0] + len(places)))
+            # Between ranks of separate_async lie replicas' devices; the switch knows who they are.
+            if places != run and (self._hybrid or places != sorted(places)):
                 raise Infeasible(f"{op}: {unit} is no run of verl's ranks.", op)
 
     def _require_fits(self, op: Primitive, units: UnitMap) -> None:

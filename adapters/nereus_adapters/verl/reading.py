@@ -62,11 +62,13 @@ def job_of(
         models["critic"] = critic.as_critic("critic")
     if _has_reference(trainer):
         models["ref"] = ModelSpec.from_hf_config(engines["ref"].hf_config, name="ref")
+    workload = _workload(trainer)
+    stages = workload.stages
     precision = _precision(engines["actor"].params_dtype, actor) if shards else BFLOAT16_MIXED
     weights_bytes = precision.kept_bytes(Stage.GENERATE) * models["actor"].num_params
     sleepers = asleep(rollout, settings) if hybrid else 0
     return Job(
-        workload=_workload(trainer),
+        workload=workload,
         models=models,
         cluster=cluster_of(facts, devices, settings, sleepers, weights_bytes),
         global_batch=int(config.data.train_batch_size) * int(rollout.n),
@@ -79,7 +81,8 @@ def job_of(
         if config.actor_rollout_ref.model.get("enable_gradient_checkpointing", False)
         else "none",
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
-        together=(frozenset(_workload(trainer).stages),) if hybrid else (),
+        together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
+        within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
         device_batch=shared_out(
             config, critic=bool(trainer.use_critic), reference=_has_reference(trainer)
         )

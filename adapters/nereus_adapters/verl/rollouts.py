@@ -10,11 +10,13 @@ layout on its devices.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,7 +25,7 @@ from nereus_adapters.ray_calls import apart
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.sleeping import Sleeper, Sleepers
 from nereus_core.cluster import Device
-from nereus_core.errors import WaitTimeout
+from nereus_core.errors import NereusError, WaitTimeout
 from nereus_core.units import Unit, UnitId
 
 _RANKS = itertools.count(1000)
@@ -132,6 +134,7 @@ class Rollouts:
                 balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
             )
         for unit in gone:
+            self._turn_away(self.replicas[unit])
             self._retire(self.replicas.pop(unit))
         self._linked = set(units)
         replicas = [self.replicas[u] for u in units]
@@ -160,6 +163,21 @@ class Rollouts:
             pass  # it has died in its sleep, or hangs: a new one is started
         _end(replica)
         return False
+
+    def _turn_away(self, replica: Any) -> None:
+        """Let requests go that an asynchronous job has on a replica that is to end.
+
+        verl's client takes what each has generated to another replica, which goes on from there.
+        """
+        if self._trainer.trainer_mode == "sync":
+            return
+        known = inspect.signature(replica.abort_all_requests).parameters
+        # verl 0.9.0 has no such word: a request that waits fails, and verl asks for it anew.
+        word = {"reject_request": True} if "reject_request" in known else {}
+        with suppress(NereusError, ray.exceptions.RayError):
+            # One that does not answer is ended all the same; verl asks anew for what it had.
+            abort = partial(replica.abort_all_requests, **word)
+            self._wait(abort, f"the requests of {replica._server_address} to stop")
 
     def _get(self, answer: Any, awaited: str) -> None:
         try:

@@ -63,24 +63,29 @@ class HFServer:
         )
         self.open = asyncio.Event()
         self.open.set()
+        self.leaving = False
 
     async def generate(self, request_id, prompt_ids, sampling_params, **_):
-        from verl.workers.rollout.replica import TokenOutput
-
         if _faulty("kill-server", self.global_steps):
             os._exit(1)
         await self.open.wait()
+        if self.leaving:
+            return self.output([], [], "aborted")
         turn = await self.turns.take.remote(tuple(prompt_ids), self.global_steps)
         answer = asyncio.get_running_loop().create_future()
         self.queue.append((list(prompt_ids), dict(sampling_params), turn, answer))
         if not self.running:
             self.running = True
             self.drainer = asyncio.create_task(self.drain())
-        ids, log_probs = await answer
+        return self.output(*await answer)
+
+    def output(self, ids, log_probs, reason):
+        from verl.workers.rollout.replica import TokenOutput
+
         return TokenOutput(
             token_ids=ids,
             log_probs=log_probs,
-            stop_reason="completed",
+            stop_reason=reason,
             num_preempted=0,
             extra_fields={"global_steps": self.global_steps, "num_cached_tokens": 0},
         )
@@ -118,6 +123,8 @@ class HFServer:
         tokens, log_probs = [[] for _ in batch], [[] for _ in batch]
         done = [False] * len(batch)
         for _ in range(max(limits)):
+            if not self.open.is_set():
+                break  # aborted: what there is goes back, verl's client asks for the rest
             out = self.model(
                 input_ids=inputs,
                 attention_mask=mask,
@@ -144,7 +151,8 @@ class HFServer:
                 break
             inputs, position = picked[:, None], position[:, -1:] + 1
             mask = torch.cat([mask, torch.ones(len(batch), 1, dtype=mask.dtype)], dim=1)
-        return list(zip(tokens, log_probs, strict=True))
+        reasons = ["completed" if end else "aborted" for end in done]
+        return list(zip(tokens, log_probs, reasons, strict=True))
 
     async def load_weights(self, state):
         def load():
@@ -162,9 +170,13 @@ class HFServer:
     async def abort_all_requests(self, reject_request=False):
         self.open.clear()
         await self.wait_for_requests_to_drain()
+        if reject_request:  # those that wait, and those that come, are turned away
+            self.leaving = True
+            self.open.set()
         return {"aborted_count": 0, "request_ids": []}
 
     async def resume_generation(self):
+        self.leaving = False
         self.open.set()
 
     async def sleep(self):
