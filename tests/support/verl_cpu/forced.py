@@ -48,6 +48,17 @@ def digests(trainer):
     return answers[Device("rank", 0)]
 
 
+def local_world(worker):
+    """Return what this rank takes for the number of ranks on its node: verl asks it for that."""
+    return int(os.environ["RAY_LOCAL_WORLD_SIZE"])
+
+
+def beside(trainer):
+    workers = trainer.actor_rollout_wg.workers
+    numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
+    return list(call_all(numbered, local_world, awaited="ranks on a node", timeout_s=60).values())
+
+
 def servers(trainer):
     """Name the server of each replica: the same name is the same process."""
     replicas = trainer.llm_server_manager.rollout_replicas
@@ -81,6 +92,7 @@ def _force(module):
                 record["admitted"] = decision.admitted
                 record["after"] = digests(trainer)
                 record["world"] = trainer.actor_rollout_wg.world_size
+                record["beside"] = beside(trainer)
             except Exception as error:
                 record["error"] = f"{type(error).__name__}: {error}"
                 raise
