@@ -52,6 +52,17 @@ def digests(trainer):
     return answers[Device("rank", 0)]
 
 
+def local_world(worker):
+    """Return what this rank takes for the number of ranks on its node: verl asks it for that."""
+    return int(os.environ["RAY_LOCAL_WORLD_SIZE"])
+
+
+def beside(trainer):
+    workers = trainer.actor_rollout_wg.workers
+    numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
+    return list(call_all(numbered, local_world, awaited="ranks on a node", timeout_s=60).values())
+
+
 def servers(trainer):
     """Name the server of each replica: the same name is the same process."""
     manager = getattr(trainer, "standalone_server_manager", None) or trainer.llm_server_manager
@@ -98,6 +109,7 @@ def _force(module):
             record["after"] = digests(trainer)
             record["free"] = ray.available_resources().get("GPU", 0.0)
             record["world"] = trainer.actor_rollout_wg.world_size
+            record["beside"] = beside(trainer)
         except Exception as error:
             record["error"] = f"{type(error).__name__}: {error}"
             raise
