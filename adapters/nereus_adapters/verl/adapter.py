@@ -18,7 +18,7 @@ from nereus_adapters.verl import CAPABILITIES, shards
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.peaks import device_peaks
-from nereus_adapters.verl.reading import job_of
+from nereus_adapters.verl.reading import asleep, job_of
 from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
@@ -103,8 +103,12 @@ class VerlAdapter(LedgerAdapter):
             limit_s, served = self._timeouts.primitive_s, serving(self._units)
             held = bundles(trainer, ranks, of_worker)
             self.fleet = Fleet(trainer, ranks.devices, held, limit_s)
-            kind = Rollouts if self._hybrid else Standalone
-            self.rollouts = kind(trainer, served, self.fleet, limit_s)
+            self.rollouts: Rollouts
+            if self._hybrid:
+                sleepers = asleep(trainer.config.actor_rollout_ref.rollout, settings)
+                self.rollouts = Rollouts(trainer, served, self.fleet, limit_s, sleepers)
+            else:
+                self.rollouts = Standalone(trainer, served, self.fleet, limit_s)
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
@@ -198,8 +202,10 @@ class VerlAdapter(LedgerAdapter):
         self._units = self.linked = after
 
     def close(self) -> None:
-        """Give the trainer its method back; the job goes on."""
+        """Give the trainer its method back and end what sleeps; the job goes on."""
         self._recorder.stop()
+        if self._changes:
+            self.rollouts.leave()
 
     # --- Primitives ---------------------------------------------------------------------------
 

@@ -32,8 +32,14 @@ class Meeting:
 
     address: str
     port: int
-    world: int
+    ranks_on: Mapping[str, int]
+    """How many by node."""
     timeout_s: float
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return sum(self.ranks_on.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +51,12 @@ class Seat:
     unit: str
 
 
-def meeting(worker: Any, world: int, timeout_s: float) -> Meeting:
+def meeting(worker: Any, ranks_on: Mapping[str, int], timeout_s: float) -> Meeting:
     """Offer a free port of this node."""
-    import ray
-
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return Meeting(ray.util.get_node_ip_address().strip("[]"), port, world, timeout_s)
+    return Meeting(_node(), port, ranks_on, timeout_s)
 
 
 def recipe(worker: Any) -> dict[str, Any]:
@@ -100,6 +104,7 @@ def join(worker: Any, rank: int, meet: Meeting, seats: tuple[Seat, ...]) -> None
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(meet.world),
+        RAY_LOCAL_WORLD_SIZE=str(meet.ranks_on[_node()]),  # which server of a replica is whose
         MASTER_ADDR=meet.address,
         MASTER_PORT=str(meet.port),
     )
@@ -210,6 +215,13 @@ def _forget_dispatch(outer: Any, role: str) -> None:
     tables: Mapping[str, Any] = outer.get_dispatch_collect()
     for table in tables.values():
         table.pop(role, None)
+
+
+def _node() -> str:
+    """Return the name of this node, as `worker_facts` says it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()).strip("[]")
 
 
 def _free() -> None:

@@ -9,6 +9,7 @@ old states stay staged, so that the old group can meet again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def rewire(
         first = next(iter(new))
         meet = call_all(
             # Ranks that wait in vain give up in time to hear of what is done instead.
-            fleet.workers([first]), rebuild.meeting, len(new), timeout_s / 2,
+            fleet.workers([first]), rebuild.meeting, Counter(d.node for d in new), timeout_s / 2,
             awaited="a place to meet", timeout_s=timeout_s,
         )[first]  # fmt: skip
         call_all(

@@ -2,7 +2,9 @@
 
 A new replica is started beside those that serve, which sleep at the boundary, and put to sleep in
 turn: verl's own weight synchronization, the next thing that happens after the boundary, wakes all
-of them and gives them the trainer's weights. The load balancer learns of it at the epoch switch.
+of them and gives them the trainer's weights. The load balancer learns of it at the epoch switch. A
+replica that is taken out of service then stays as it is, asleep, for the next change that wants its
+layout on its devices.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import asyncio
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,6 +23,8 @@ import ray
 
 from nereus_adapters.ray_calls import apart
 from nereus_adapters.verl.fleet import Fleet
+from nereus_adapters.verl.sleeping import Sleeper, Sleepers
+from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, WaitTimeout
 from nereus_core.units import Unit, UnitId
 
@@ -36,18 +41,33 @@ class Rollouts:
         units: Of the replicas there are, in verl's order.
         fleet: Worker processes.
         timeout_s: For a replica to start, stop or answer.
+        sleepers: Replicas that may sleep beside each process, out of service.
     """
 
     def __init__(
-        self, trainer: Any, units: Mapping[UnitId, Unit], fleet: Fleet, timeout_s: float
+        self,
+        trainer: Any,
+        units: Mapping[UnitId, Unit],
+        fleet: Fleet,
+        timeout_s: float,
+        sleepers: int,
     ) -> None:
         self._manager, self._fleet, self._timeout_s = trainer.llm_server_manager, fleet, timeout_s
         self._trainer = trainer
         self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
         self._linked = set(self.replicas)
+        self._sleepers = Sleepers(sleepers)
 
     def start(self, unit: Unit) -> None:
-        """Start a replica for a unit and let it sleep; raises WaitTimeout where it does not."""
+        """Have a replica for a unit that sleeps: one that did already, or a new one.
+
+        Raises:
+            WaitTimeout: a new one did not come up in time.
+        """
+        found = self._sleepers.take(unit.layout.tp, self._seats(unit.devices))
+        if found is not None and self._answers(found):
+            self.replicas[unit.id] = found
+            return
         from omegaconf import open_dict
         from verl.workers.rollout.replica import RolloutMode
 
@@ -59,7 +79,7 @@ class Rollouts:
             replica_rank=next(_RANKS),
             config=config,
             model_config=manager.model_config,
-            gpus_per_node=manager.rollout_config.n_gpus_per_node,
+            gpus_per_node=max(Counter(d.node for d in unit.devices).values()),
         )
         replica.rollout_mode = RolloutMode.HYBRID  # as init_hybrid does, with these workers
         replica.workers = list(self._fleet.workers(unit.devices).values())
@@ -76,6 +96,11 @@ class Rollouts:
             _end(replica)
             raise
         self.replicas[unit.id] = replica
+
+    def leave(self, devices: Iterable[Device] | None = None) -> None:
+        """End the replicas that sleep on any of some devices; on any at all by default."""
+        for replica in self._sleepers.leave(None if devices is None else self._seats(devices)):
+            _end(replica)
 
     def end(self, unit: UnitId) -> None:
         """End a unit's replica: at once, or with the epoch switch where the job may need it."""
@@ -110,13 +135,34 @@ class Rollouts:
             )
         for unit in gone:
             self._turn_away(self.replicas[unit])
-            _end(self.replicas.pop(unit))
+            self._retire(self.replicas.pop(unit))
         self._linked = set(units)
         replicas = [self.replicas[u] for u in units]
         manager.rollout_replicas = replicas
         manager.server_handles = [r._server_handle for r in replicas]
         manager.server_addresses = [r._server_address for r in replicas]
         self._trainer.checkpoint_manager.replicas = replicas
+
+    def _retire(self, replica: Any) -> None:
+        """Let a replica that no request goes to sleep on; the oldest make room for it."""
+        seats = tuple(worker._actor_id for worker in replica.workers)
+        tp = int(replica.config.tensor_model_parallel_size)
+        for crowded in self._sleepers.keep(Sleeper(replica, tp, seats)):
+            _end(crowded)
+
+    def _seats(self, devices: Iterable[Device]) -> list[Any]:
+        return [worker._actor_id for worker in self._fleet.workers(devices).values()]
+
+    def _answers(self, replica: Any) -> bool:
+        """Whether a replica is as it was; one that is not is ended."""
+        try:
+            asked = [apart(server, is_well) for server in replica.servers]
+            if all(ray.get(asked, timeout=self._timeout_s)):
+                return True
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            pass  # it has died in its sleep, or hangs: a new one is started
+        _end(replica)
+        return False
 
     def _turn_away(self, replica: Any) -> None:
         """Let requests go that an asynchronous job has on a replica that is to end.
@@ -160,6 +206,11 @@ class Rollouts:
             raise WaitTimeout(awaited, self._timeout_s)
         if raised:
             raise raised[0]
+
+
+def is_well(server: Any) -> bool:
+    """Whether a rollout server's engine is not known to have failed; runs inside it."""
+    return not getattr(getattr(server, "engine", None), "errored", False)
 
 
 def shutdown_engine(server: Any) -> None:

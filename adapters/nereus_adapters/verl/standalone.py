@@ -10,7 +10,7 @@ each has generated to another replica, which goes on from there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ import ray
 from nereus_adapters.ray_calls import apart
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.rollouts import Rollouts, shutdown_engine
+from nereus_core.cluster import Device
 from nereus_core.units import Unit, UnitId
 
 RANKS = itertools.count(1_000_000)
@@ -92,6 +93,9 @@ class Standalone(Rollouts):
         """End a unit's replica: at once, or with the epoch switch where the job may need it."""
         if unit not in self._linked and unit in self.replicas:
             self._leave([unit])
+
+    def leave(self, devices: Iterable[Device] | None = None) -> None:
+        """Do nothing: what leaves frees its devices."""
 
     def link(self, units: Mapping[UnitId, Unit], *, anew: bool = False) -> None:
         """Serve with these units from here on; the balancer is not empty at any moment.

@@ -105,6 +105,7 @@ class Switch:
                 self._fleet.living(sorted(devices)), shards.drop, names,
                 awaited="staged states to be freed", timeout_s=self._timeout_s,
             )  # fmt: skip
+        self._rollouts.leave(self._fleet.leaving(_training(kept)))
         self._fleet.release(_training(kept))
 
 

@@ -2,17 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from verl_cpu import outgrown
 from verl_cpu.alike import CRITIC_FIGURES, FIGURES, TELLING, allowed, gaps
 from verl_cpu.assets import make_assets
-from verl_cpu.command import Ran, environment, overrides, run_job
+from verl_cpu.command import environment, overrides, run_job
+from verl_cpu.job import Job
 from verl_cpu.stem import warm
-
-from nereus_core.events import Event, read_events
 
 STEPS = 6
 JOB_S = 900
@@ -48,32 +45,6 @@ BOUNDARY = "+nereus.timeouts.boundary_s=300"
 HANGS = "+nereus.timeouts.boundary_s=60"
 """Of the job whose weight synchronization hangs, which is waited for."""
 ROOM = "+nereus.backend.max_devices=4"
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job that ended, and what Nereus left."""
-
-    ran: Ran
-    work: Path
-
-    @property
-    def events(self) -> list[Event]:
-        return [event for event, _ in read_events(self.work / "run" / "events.jsonl")]
-
-    @property
-    def outcome(self) -> str:
-        """How Nereus says that it ended."""
-        return self.events[-1].outcome
-
-    @property
-    def forced(self) -> list[dict]:
-        """What was seen around each transition that the test asked for."""
-        return [json.loads(line) for line in (self.work / "forced.jsonl").read_text().splitlines()]
-
-    def series(self, metric: str, steps: int = STEPS - 1) -> list[float]:
-        """The figures of the first steps."""
-        return [step[metric] for step in self.ran.metrics[:steps]]
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ def fixed(jobs, case):
 
 def test_every_transition_was_done_and_the_ranks_are_those_asked_for(job, done, case):
     assert [record["world"] for record in done] == WORLDS[case]
+    assert [record["beside"] for record in done] == [[n] * n for n in WORLDS[case]]
     assert all(record["admitted"] for record in done)
     outcomes = [event.outcome for event in job.events if isinstance(event, TransitionFinished)]
     assert outcomes.count("done") == 4

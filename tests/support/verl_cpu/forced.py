@@ -52,6 +52,24 @@ def digests(trainer):
     return answers[Device("rank", 0)]
 
 
+def local_world(worker):
+    """Return what this rank takes for the number of ranks on its node: verl asks it for that."""
+    return int(os.environ["RAY_LOCAL_WORLD_SIZE"])
+
+
+def beside(trainer):
+    workers = trainer.actor_rollout_wg.workers
+    numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
+    return list(call_all(numbered, local_world, awaited="ranks on a node", timeout_s=60).values())
+
+
+def servers(trainer):
+    """Name the server of each replica: the same name is the same process."""
+    manager = getattr(trainer, "standalone_server_manager", None) or trainer.llm_server_manager
+    replicas = manager.rollout_replicas
+    return [replica.servers[0]._actor_id.hex() for replica in replicas]
+
+
 def planned(controller, wanted):
     devices = controller._adapter.job().cluster.devices
     placements = dict(controller.plan)
@@ -82,20 +100,22 @@ def _force(module):
         if not wanted:
             return
         record = {"step": step, "moment": moment, "before": digests(trainer)}
-        record["versions"] = versions(trainer)
+        record["versions"], record["served"] = versions(trainer), servers(trainer)
+        faults.arm(f"{step}{moment}", session.controller._adapter)
         start_s = time.perf_counter()
-        faults.arm(f"{step}{moment}")
         try:
             decision = session.controller.go_to(planned(session.controller, wanted), "test")
             record["admitted"] = decision.admitted
             record["after"] = digests(trainer)
             record["free"] = ray.available_resources().get("GPU", 0.0)
             record["world"] = trainer.actor_rollout_wg.world_size
+            record["beside"] = beside(trainer)
         except Exception as error:
             record["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
             record["seconds"] = time.perf_counter() - start_s
+            record["serve"] = servers(trainer)
             record["plan"] = session.controller.plan.to_json()
             with open(os.environ["VERL_CPU_FORCED_LOG"], "a") as file:
                 file.write(json.dumps(record) + "\n")

@@ -36,11 +36,12 @@ class Turns:
 class HFServer:
     """The interface of verl's vLLM server actor."""
 
-    def __init__(self, model_path, response_length):
+    def __init__(self, model_path, response_length, frees=False):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)
         self.response_length, self.global_steps = response_length, None
+        self.frees, self.shapes = frees, None
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -178,13 +179,24 @@ class HFServer:
         self.leaving = False
         self.open.set()
 
+    async def sleep(self):
+        """Free the weights, where the job wants that."""
+        if self.frees and self.shapes is None:
+            self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+            for parameter in self.model.parameters():
+                parameter.data = torch.empty(0)
+
     async def wake_up(self, tags=None):
-        pass
+        """Have room for weights; they are nothing until a synchronization brings some."""
+        if self.shapes is not None:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = torch.full(self.shapes[name], torch.nan)
+            self.shapes = None
 
     async def nothing(self, *_, **__):
         pass
 
-    sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
+    clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
     start_profile = stop_profile = shutdown = nothing
 
 
@@ -215,7 +227,7 @@ def _replica_class():
             name = _server_name(self.replica_rank) + self.name_suffix
             actor = ray.remote(HFServer)
             server = actor.options(name=name, max_concurrency=512, num_cpus=0).remote(
-                path, self.config.response_length
+                path, self.config.response_length, self.config.free_cache_engine
             )
             await server.wake_up.remote()
             self.servers, self._server_handle, self._server_address = [server], server, name
@@ -236,7 +248,8 @@ def _adapter_class():
             self.is_leader_rank = self.rollout_rank == 0
 
         async def resume(self, tags):
-            pass
+            if self.is_leader_rank and self.config.free_cache_engine:
+                await ray.get_actor(_server_name(self.replica_rank)).wake_up.remote(tags)
 
         async def release(self):
             pass
