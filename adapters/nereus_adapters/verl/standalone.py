@@ -127,8 +127,8 @@ class Standalone(Rollouts):
         balancer = self._manager.global_load_balancer
         addresses = [r._server_address for r in leaving]
         self._get(balancer.remove_servers.remote(addresses), "the load balancer to let servers go")
+        self._turn_away(leaving)
         for unit, replica in zip(units, leaving, strict=True):
-            self._turn_away(replica)
             del self.replicas[unit]
             self._end(unit, replica)
 
