@@ -43,7 +43,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     found = settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
     if found is None:
         return trainer(config, *args, **kwargs)
-    settings = found
+    settings = _bounded(found, config)
 
     class Adapted(trainer):  # type: ignore[misc]  # verl's class is known at run time only
         """verl's trainer with a boundary at every ``on_step_end``."""
@@ -80,13 +80,15 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
                 return super().step(*args, **kwargs)
 
         def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._nereus is not None:
+            # Later mini-batches of separate_async have old weights aside, cut as the engine is.
+            if self._nereus is not None and self.local_trigger_step == 0:
                 tags = [tag for tag in batch.tags if not tag.get("is_padding", False)]
                 prompt, response = (
                     [int(tag[key]) for tag in tags if key in tag]
                     for key in ("prompt_len", "response_len")
                 )
-                self._nereus.before_training(prompt, response)
+                with self._new_replicas_served():
+                    self._nereus.before_training(prompt, response)
             return super()._balance_batch(batch, *args, **kwargs)
 
         def on_step_end(self) -> Any:
@@ -95,6 +97,20 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
             awaited = "verl's weight synchronization"
             with self._limited(awaited, settings.timeouts.boundary_s):
                 return super().on_step_end()
+
+        @contextmanager
+        def _new_replicas_served(self) -> Iterator[None]:
+            """Give replicas that come amid a step the weights that the others have.
+
+            Those of a hybrid job sleep from here to verl's next synchronization.
+            """
+            manager = getattr(self, "standalone_checkpoint_manager", None)
+            known = [] if manager is None else list(manager.replicas)
+            yield
+            if manager is not None and any(r not in known for r in manager.replicas):
+                served = self.global_steps - 1  # nothing of this step has been trained on
+                with self._limited("weights for new replicas", settings.timeouts.boundary_s):
+                    manager.update_weights(served)
 
         @contextmanager
         def _limited(self, awaited: str, timeout_s: float) -> Iterator[None]:
@@ -113,6 +129,17 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
 
     Adapted.__name__ = Adapted.__qualname__ = trainer.__name__
     return Adapted(config, *args, **kwargs)
+
+
+def _bounded(settings: NereusConfig, config: Any) -> NereusConfig:
+    """Return settings that keep trainers and rollouts apart where verl has a pool for each."""
+    if str(config.trainer.v1.trainer_mode) != "separate_async":
+        return settings
+    constraints = settings.constraints
+    apart = (*constraints.apart, ("actor/generate", "actor/train"))
+    return settings.model_copy(
+        update={"constraints": constraints.model_copy(update={"apart": apart})}
+    )
 
 
 @contextmanager

@@ -35,7 +35,11 @@ CAPABILITIES = Capabilities(
         **dict.fromkeys(Feature, full()),
         Feature.UNIT_LOSS: unsupported("verl's trainer ends with the first rank that it loses"),
         Feature.PARTIAL_ROLLOUT: unsupported("requests in flight are verl's own to resume"),
-        Feature.ASYNC_BOUNDARY: not_yet("separate_async is observed only", tracking=_ISSUE),
+        Feature.ASYNC_BOUNDARY: not_yet(
+            "separate_async is changed live (tests/adapters/verl/test_async.py), but the harness "
+            "starts synchronous jobs alone",
+            tracking=_ISSUE,
+        ),
         Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
         Feature.PIPELINE_STAGES: unsupported("verl's FSDP engine has no pipeline stages"),
     },

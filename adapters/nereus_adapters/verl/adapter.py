@@ -23,9 +23,11 @@ from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.settings import VerlSettings
+from nereus_adapters.verl.standalone import Standalone
 from nereus_adapters.verl.standing import (
     ROLES,
     Ranks,
+    bundles,
     devices_of,
     free_devices,
     is_hybrid,
@@ -40,6 +42,7 @@ from nereus_core.config import NereusConfig
 from nereus_core.errors import (
     Infeasible,
     OutOfDeviceMemory,
+    PlanError,
     SeatDead,
     TransitionFailed,
     Unsupported,
@@ -60,7 +63,7 @@ from nereus_core.primitives import (
     sources,
 )
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
 _ROLE_OF = {stage: role for role, stage in ROLES.items()}
 
@@ -87,19 +90,29 @@ class VerlAdapter(LedgerAdapter):
         of_worker = devices_of(ranks, replicas, self._timeouts.primitive_s)
         own = tuple(dict.fromkeys(of_worker.values()))
         spare = free_devices(own, (settings.max_devices or len(own)) - len(own))
+        self._changes, self._hybrid = not self._refused, is_hybrid(trainer)
+        rollout = trainer.config.actor_rollout_ref.rollout
+        # Otherwise a replica frees its weights before the trainer computes.
+        self._resident = not rollout.free_cache_engine
+        sleepers = 0
+        if config.mode == "adapt" and self._hybrid and not self._resident:
+            sleepers = settings.sleeping_replicas
         self._job = job_of(
-            trainer, ranks.facts[0], (*own, *spare), settings, hybrid=is_hybrid(trainer)
-        )
+            trainer, ranks.facts[0], (*own, *spare), settings,
+            hybrid=self._hybrid, sleepers=sleepers,
+        )  # fmt: skip
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self.linked = self._units
-        # Otherwise a replica frees its weights before the trainer computes.
-        self._resident = not trainer.config.actor_rollout_ref.rollout.free_cache_engine
-        self._hybrid = () if self._refused else ranks.devices
-        if self._hybrid:
-            self.fleet = Fleet(trainer, ranks.devices, self._timeouts.primitive_s)
-            limit_s = self._timeouts.primitive_s
-            self.rollouts = Rollouts(trainer, serving(self._units), self.fleet, limit_s)
+        if self._changes:
+            limit_s, served = self._timeouts.primitive_s, serving(self._units)
+            held = bundles(trainer, ranks, of_worker)
+            self.fleet = Fleet(trainer, ranks.devices, held, limit_s)
+            self.rollouts: Rollouts
+            if self._hybrid:
+                self.rollouts = Rollouts(trainer, served, self.fleet, limit_s, sleepers)
+            else:
+                self.rollouts = Standalone(trainer, served, self.fleet, limit_s)
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
@@ -111,13 +124,13 @@ class VerlAdapter(LedgerAdapter):
     def job(self) -> Job:
         """Static facts; devices whose process or node is gone are marked."""
         nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        dead = self.fleet.dead if self._hybrid else frozenset()
+        dead = self.fleet.dead if self._changes else frozenset()
         lost = [d for d in self._job.cluster.devices if d.node not in nodes or d in dead]
         return self._job.on(self._job.cluster.without(lost)) if lost else self._job
 
     def units(self) -> UnitMap:
         """Shard groups of the trainer's engines and the rollout's replicas, those staged too."""
-        return self._units.intact(self.fleet.dead) if self._hybrid else self._units
+        return self._units.intact(self.fleet.dead) if self._changes else self._units
 
     def observe(self) -> Observation:
         """Drain the step that verl has just completed."""
@@ -176,11 +189,13 @@ class VerlAdapter(LedgerAdapter):
         """Switch the trainer over to the units alive.
 
         Raises:
-            PlanError: the units alive are not the plan's.
+            PlanError: the units alive are not the plan's, or replicas lie on trainers' devices.
             TransitionFailed: the ranks could not meet; says whether the old plan goes on.
         """
         before, after = self.linked, self.units()
         require_plan(plan, self.job(), after)
+        if not self._hybrid and plan.sharing(ACTOR_GENERATE, ACTOR_TRAIN):
+            raise PlanError(["separate_async: trainers and rollout replicas share a device"])
         if before == after:
             return
         try:
@@ -191,8 +206,10 @@ class VerlAdapter(LedgerAdapter):
         self._units = self.linked = after
 
     def close(self) -> None:
-        """Give the trainer its method back; the job goes on."""
+        """Give the trainer its method back and end what sleeps; the job goes on."""
         self._recorder.stop()
+        if self._changes:
+            self.rollouts.leave()
 
     # --- Primitives ---------------------------------------------------------------------------
 
@@ -214,15 +231,19 @@ class VerlAdapter(LedgerAdapter):
         return Standing(self.job(), units, self.gate.held, self.gate.inside, lost=lost)
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
-        if not self._hybrid:
+        if not self._changes:
             raise Unsupported(str(op), self._refused)
-        self._require_runs(op)
+        stage = model_stage_of(op)
+        apart = not self._hybrid and stage.stage is Stage.GENERATE
+        if not apart:
+            self._require_runs(op)
         self._require_fits(op, readable)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
-        with self._lock:
-            self.fleet.start([d for unit in made for d in unit.devices])
-        stage = model_stage_of(op)
+        if not apart:
+            with self._lock:
+                devices = [d for unit in made for d in unit.devices]
+                self.fleet.start(devices, together=self._hybrid)
         if stage.stage is Stage.GENERATE:
             done = self._serve(made, enter)
         elif made:
@@ -281,7 +302,9 @@ class VerlAdapter(LedgerAdapter):
             if unit.layout.pp > 1:
                 raise Unsupported(str(op), "verl's FSDP engine has no pipeline stages", op)
             places = [self._order.index(d) for d in unit.devices]
-            if places != list(range(places[0], places[0] + len(places))):
+            run = list(range(places[0], places[0] + len(places)))
+            # Between ranks of separate_async lie replicas' devices; the switch knows who they are.
+            if places != run and (self._hybrid or places != sorted(places)):
                 raise Infeasible(f"{op}: {unit} is no run of verl's ranks.", op)
 
     def _require_fits(self, op: Primitive, units: UnitMap) -> None:

@@ -59,9 +59,12 @@ def worker_facts(worker: Any) -> WorkerFacts:
 
 
 def training_workers(worker: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (role, TrainingWorker) of a worker process; none of a parked one."""
+    """Yield (role, TrainingWorker) of a worker process; none of a parked one.
+
+    An ActorRolloutRefWorker holds those of actor and reference; separate_async has one for each.
+    """
     for key, held in getattr(worker, "worker_dict", {}).items():
-        if key.startswith("actor"):
+        if hasattr(held, "init_model"):
             for role in ("ref", "actor"):
                 if getattr(held, role, None) is not None:
                     yield role, getattr(held, role)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,8 @@ import ray
 
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import rebuild
+from nereus_adapters.verl.bundles import Bundles
 from nereus_core.cluster import Device
-from nereus_core.errors import DevicesMissing
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,8 @@ class Seat:
     worker: Any
     name: str | None
     """As Ray knows the actor."""
-    group: Any = None
-    """verl's worker group that it was started with, where Nereus started it."""
+    own: bool = False
+    """Whether Nereus started it."""
 
 
 class Fleet:
@@ -32,11 +31,14 @@ class Fleet:
     Args:
         trainer: verl's trainer.
         devices: Of its worker group, by rank.
+        bundles: Of the job's devices.
         timeout_s: For processes to start, stop and answer.
     """
 
-    def __init__(self, trainer: Any, devices: Iterable[Device], timeout_s: float) -> None:
-        self._trainer, self._timeout_s = trainer, timeout_s
+    def __init__(
+        self, trainer: Any, devices: Iterable[Device], bundles: Bundles, timeout_s: float
+    ) -> None:
+        self._trainer, self._timeout_s, self.bundles = trainer, timeout_s, bundles
         group = trainer.actor_rollout_wg
         names = group.worker_names or [None] * len(group.workers)
         self._seats = {
@@ -60,10 +62,14 @@ class Fleet:
         """Return those of the actors on some devices that are not known to have ended."""
         return self.workers(device for device in devices if device not in self.dead)
 
-    def start(self, devices: Collection[Device]) -> None:
+    def start(self, devices: Collection[Device], *, together: bool) -> None:
         """Start processes on devices that have none, each in a bundle of its own.
 
         Which accelerator of a node a device stands for is Ray's choice, made here.
+
+        Args:
+            devices: Where there is to be one.
+            together: Ask Ray for all of them at once, on one node; one by one otherwise.
 
         Raises:
             DevicesMissing: Ray has not as many free devices.
@@ -72,60 +78,60 @@ class Fleet:
         absent = [d for d in devices if d not in self._seats]
         if not absent:
             return
-        free = int(ray.available_resources().get("GPU", 0))
-        if free < len(absent):
-            raise DevicesMissing("GPU", len(absent), free)
-        from verl.single_controller.ray.base import RayResourcePool, RayWorkerGroup
-
-        old = self._trainer.actor_rollout_wg
-        self._started += 1
-        pool = RayResourcePool(
-            [len(absent)],
-            use_gpu=True,
-            max_colocate_count=3,  # verl's own pools: room for the rollout beside the trainer
-            name_prefix=f"nereus_{self._prefix}_{self._started}",
-        )
-        group = RayWorkerGroup(
-            resource_pool=pool,
-            ray_cls_with_init=old.ray_cls_with_init,
-            device_name=self._trainer.config.trainer.device,
-        )
-        fresh = dict(zip(absent, group.workers, strict=True))
-        known = call_all(
-            {device: seat.worker for device, seat in list(self._seats.items())[:1]},
-            rebuild.recipe,
-            awaited="the configuration of verl's engines",
-            timeout_s=self._timeout_s,
-        )
+        fresh: dict[Device, Seat] = {}
         try:
+            for some in [absent] if together else [[device] for device in absent]:
+                fresh |= self._started_on(some)
+            known = call_all(
+                {device: seat.worker for device, seat in list(self._seats.items())[:1]},
+                rebuild.recipe,
+                awaited="the configuration of verl's engines",
+                timeout_s=self._timeout_s,
+            )
+            workers = {device: seat.worker for device, seat in fresh.items()}
             for function, args in ((rebuild.park, ()), (rebuild.adopt, tuple(known.values()))):
                 call_all(
-                    fresh,
+                    workers,
                     function,
                     *args,
                     awaited="new worker processes",
                     timeout_s=self._timeout_s,
                 )
         except BaseException:
-            _end(group)
+            self._end(fresh)
             raise
-        for device, name in zip(absent, group.worker_names, strict=True):
-            self._seats[device] = Seat(fresh[device], name, group)
+        self._seats |= fresh
+
+    def _started_on(self, devices: Sequence[Device]) -> dict[Device, Seat]:
+        from verl.single_controller.ray.base import RayWorkerGroup
+
+        self._started += 1
+        name = f"{self._prefix}_{self._started}"
+        pool = self.bundles.hold(devices, self, name)
+        try:
+            group = RayWorkerGroup(
+                resource_pool=pool,
+                ray_cls_with_init=self._trainer.actor_rollout_wg.ray_cls_with_init,
+                device_name=self._trainer.config.trainer.device,
+            )
+        except BaseException:
+            self.bundles.let_go(devices, self)
+            raise
+        return {
+            device: Seat(worker, name, own=True)
+            for device, worker, name in zip(devices, group.workers, group.worker_names, strict=True)
+        }
+
+    def leaving(self, kept: Collection[Device]) -> list[Device]:
+        """Name the devices whose processes Nereus started and nobody uses any more."""
+        return [d for d, seat in self._seats.items() if seat.own and d not in kept]
 
     def release(self, kept: Collection[Device]) -> None:
-        """Give back to Ray the devices of groups that Nereus started and nobody uses any more."""
-        groups = {id(s.group): s.group for s in self._seats.values() if s.group is not None}
-        for key, group in groups.items():
-            members = [d for d, s in self._seats.items() if id(s.group) == key]
-            if not set(members) & set(kept):
-                _end(group)
-                for device in members:
-                    del self._seats[device]
+        """End the processes that are leaving, and give their devices back to Ray."""
+        self._end({device: self._seats[device] for device in self.leaving(kept)})
 
-
-def _end(group: Any) -> None:
-    for worker in group.workers:
-        ray.kill(worker)
-    for placement in group.resource_pool.pgs:
-        with suppress(Exception):  # it goes with the job at the latest
-            ray.util.remove_placement_group(placement)
+    def _end(self, seats: Mapping[Device, Seat]) -> None:
+        for device, seat in seats.items():
+            ray.kill(seat.worker)
+            self._seats.pop(device, None)
+        self.bundles.let_go(list(seats), self)

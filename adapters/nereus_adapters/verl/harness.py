@@ -139,7 +139,7 @@ class VerlHarness:
         After any other it is a fault of the adapter's, and raised; the next launch starts anew.
         """
         if job.workload.asynchronous:
-            raise Unsupported("an asynchronous job", "separate_async is observed only")
+            raise Unsupported("an asynchronous job", "the harness starts verl's sync trainer alone")
         self._open()
         usual = self.job(job.workload.algorithm)
         if self._job is not None and self._algorithm == job.workload.algorithm:

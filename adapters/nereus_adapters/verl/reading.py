@@ -9,6 +9,7 @@ from typing import Any
 
 from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.settings import VerlSettings
+from nereus_adapters.verl.sleeping import asleep_bytes
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.device_specs import CPU_SEAT, DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
@@ -24,6 +25,7 @@ from nereus_core.workload import (
     Job,
     Node,
     Precision,
+    Stage,
     Workload,
 )
 
@@ -39,6 +41,7 @@ def job_of(
     settings: VerlSettings,
     *,
     hybrid: bool,
+    sleepers: int = 0,
 ) -> Job:
     """Read a Job; touches no device.
 
@@ -48,6 +51,7 @@ def job_of(
         devices: All that the job may use.
         settings: ``nereus.backend``.
         hybrid: Whether rollouts share the trainers' processes.
+        sleepers: Replicas that may sleep beside a device, out of service.
     """
     config = trainer.config
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -60,21 +64,26 @@ def job_of(
         models["critic"] = critic.as_critic("critic")
     if _has_reference(trainer):
         models["ref"] = ModelSpec.from_hf_config(engines["ref"].hf_config, name="ref")
+    workload = _workload(trainer)
+    stages = workload.stages
+    precision = _precision(engines["actor"].params_dtype, actor) if shards else BFLOAT16_MIXED
+    weights_bytes = precision.kept_bytes(Stage.GENERATE) * models["actor"].num_params
     return Job(
-        workload=_workload(trainer),
+        workload=workload,
         models=models,
-        cluster=_cluster(facts, devices, settings),
+        cluster=cluster_of(facts, devices, settings, sleepers, weights_bytes),
         global_batch=int(config.data.train_batch_size) * int(rollout.n),
         max_prompt_tokens=prompt,
         max_response_tokens=response,
-        precision=_precision(engines["actor"].params_dtype, actor) if shards else BFLOAT16_MIXED,
+        precision=precision,
         micro_batch=_micro_batch(actor, prompt + response),
         num_steps=int(trainer.total_training_steps),
         recompute="full"
         if config.actor_rollout_ref.model.get("enable_gradient_checkpointing", False)
         else "none",
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
-        together=(frozenset(_workload(trainer).stages),) if hybrid else (),
+        together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
+        within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
         device_batch=shared_out(
             config, critic=bool(trainer.use_critic), reference=_has_reference(trainer)
         )
@@ -170,11 +179,35 @@ def _precision(params_dtype: str, actor: Any) -> Precision:
     return Precision("bfloat16", each, each, each)
 
 
-def _cluster(facts: WorkerFacts, devices: Sequence[Device], settings: VerlSettings) -> Cluster:
+def cluster_of(
+    facts: WorkerFacts,
+    devices: Sequence[Device],
+    settings: VerlSettings,
+    sleepers: int,
+    weights_bytes: int,
+) -> Cluster:
+    """Return the devices of a job, with the memory that plans may count on.
+
+    Args:
+        facts: Of one worker.
+        devices: All of them.
+        settings: ``nereus.backend``.
+        sleepers: Replicas that may sleep beside a device, out of service.
+        weights_bytes: Of the model that they serve.
+
+    Raises:
+        ConfigError: nothing would be left beside the sleepers.
+    """
     spec = device_spec(facts, settings.device_spec)
     on_cpu = spec is CPU_SEAT
-    if settings.device_memory_bytes is not None:
-        spec = replace(spec, memory_bytes=settings.device_memory_bytes)
+    memory_bytes = settings.device_memory_bytes or spec.memory_bytes
+    aside = sleepers * asleep_bytes(settings.sleeping_bytes, weights_bytes, on_cpu=on_cpu)
+    if aside >= memory_bytes:
+        raise ConfigError(
+            "backend.sleeping_replicas",
+            f"{sleepers} beside a device keep {aside:,} of its {memory_bytes:,} bytes; set 0",
+        )
+    spec = replace(spec, memory_bytes=memory_bytes - aside)
     return Cluster(
         tuple(devices),
         spec,

@@ -32,8 +32,14 @@ class Meeting:
 
     address: str
     port: int
-    world: int
+    ranks_on: Mapping[str, int]
+    """How many by node."""
     timeout_s: float
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return sum(self.ranks_on.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +51,12 @@ class Seat:
     unit: str
 
 
-def meeting(worker: Any, world: int, timeout_s: float) -> Meeting:
+def meeting(worker: Any, ranks_on: Mapping[str, int], timeout_s: float) -> Meeting:
     """Offer a free port of this node."""
-    import ray
-
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return Meeting(ray.util.get_node_ip_address().strip("[]"), port, world, timeout_s)
+    return Meeting(_node(), port, ranks_on, timeout_s)
 
 
 def recipe(worker: Any) -> dict[str, Any]:
@@ -82,10 +86,12 @@ def adopt(worker: Any, known: dict[str, Any]) -> None:
 def park(worker: Any) -> None:
     """Drop engines and rollout adapter and leave the process group; staged states stay."""
     recipe(worker)
-    outer = _outer(worker)
-    outer.actor = outer.ref = outer.rollout = None
-    for key in _standalone(worker):
-        worker.worker_dict[key].engine = None
+    for held in worker.worker_dict.values():
+        if hasattr(held, "init_model"):
+            held.actor = held.ref = held.rollout = None
+            _forget_saved(held)
+        else:
+            held.engine = None
     _free()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -98,6 +104,7 @@ def join(worker: Any, rank: int, meet: Meeting, seats: tuple[Seat, ...]) -> None
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(meet.world),
+        RAY_LOCAL_WORLD_SIZE=str(meet.ranks_on[_node()]),  # which server of a replica is whose
         MASTER_ADDR=meet.address,
         MASTER_PORT=str(meet.port),
     )
@@ -116,17 +123,21 @@ def join(worker: Any, rank: int, meet: Meeting, seats: tuple[Seat, ...]) -> None
 
 def build(worker: Any, seats: tuple[Seat, ...]) -> None:
     """Build engines of some roles anew in the present process group, from staged states."""
-    outer = _outer(worker)
     for seat in seats:
         config, loss = recipe(worker)["roles"][seat.role]
         object.__setattr__(config.engine_config, "fsdp_size", seat.shard_size)
-        inside = hasattr(outer, seat.role) and seat.role in ("actor", "ref")
-        if inside:
+        outer = _outer(worker, seat.role) if seat.role in ("actor", "ref") else None
+        if outer is not None:
             setattr(outer, seat.role, None)
+            _forget_saved(outer)
         else:
             worker.worker_dict[seat.role].engine = None
         _free()
-        kind = getattr(outer, f"{seat.role}_worker_cls") if inside else _kind(worker, seat.role)
+        kind = (
+            type(worker.worker_dict[seat.role])
+            if outer is None
+            else getattr(outer, f"{seat.role}_worker_cls")
+        )
         trainer = kind(config=config)
         state = staged(worker)[seat.unit]
         with empty_models(state, seat.unit):
@@ -134,7 +145,7 @@ def build(worker: Any, seats: tuple[Seat, ...]) -> None:
         take_optimizer(trainer.engine, state)
         if loss is not None:
             trainer.set_loss_fn(loss)
-        if inside:
+        if outer is not None:
             setattr(outer, seat.role, trainer)
             _forget_dispatch(outer, seat.role)
             outer.set_dispatch_collect(mesh_name=seat.role, **trainer.get_dispatch_collect())
@@ -171,9 +182,11 @@ def weight_engine(worker: Any, first: bool) -> None:
     """Build the actor's side of the checkpoint engine: who sends, and among whom, has changed."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
     from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.import_utils import import_external_libs
 
     outer = _outer(worker)
     config = omega_conf_to_dataclass(outer.config.rollout.checkpoint_engine)
+    import_external_libs(config.custom_backend_module or None)  # a new process has not yet
     outer.checkpoint_engine = CheckpointEngineRegistry.new(
         config.backend,
         is_master=first,
@@ -182,27 +195,33 @@ def weight_engine(worker: Any, first: bool) -> None:
     )
 
 
-def _outer(worker: Any) -> Any:
-    """Return the ActorRolloutRefWorker of a process."""
-    for key, held in worker.worker_dict.items():
-        if key.startswith("actor"):
+def _outer(worker: Any, role: str = "actor") -> Any:
+    """Return the ActorRolloutRefWorker of a process that has a role."""
+    for held in worker.worker_dict.values():
+        if hasattr(held, "init_model") and role in held.role:
             return held
-    raise PrimitiveError("this process has no actor worker.")
+    raise PrimitiveError(f"this process has no {role} worker.")
 
 
-def _standalone(worker: Any) -> list[str]:
-    """Name the roles that are training workers of their own: the critic."""
-    return [key for key in worker.worker_dict if not key.startswith("actor")]
+def _forget_saved(outer: Any) -> None:
+    """Drop copies of parameters that separate_async keeps from mini-batch to mini-batch.
 
-
-def _kind(worker: Any, role: str) -> Any:
-    return type(worker.worker_dict[role])
+    They are cut as the engine was; none is read again after the step that saved it.
+    """
+    getattr(outer, "cpu_saved_models", {}).clear()
 
 
 def _forget_dispatch(outer: Any, role: str) -> None:
     tables: Mapping[str, Any] = outer.get_dispatch_collect()
     for table in tables.values():
         table.pop(role, None)
+
+
+def _node() -> str:
+    """Return the name of this node, as `worker_facts` says it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()).strip("[]")
 
 
 def _free() -> None:

@@ -89,6 +89,13 @@ class Recorder:
         for phase, stage in PHASES.items():
             if phase in timing:
                 stage_s[stage] = stage_s.get(stage, 0.0) + timing[phase]
+        if self._trainer.trainer_mode == "separate_async":
+            # verl times how long the trainers waited. Where they did, replicas were busy all the
+            # while; where not, nobody knows how long these responses took.
+            waited_s = stage_s.pop(ACTOR_GENERATE, 0.0)
+            looks = self._trainer.parameter_sync_step
+            if waited_s > looks * self._trainer.replay_buffer.poll_interval:
+                stage_s[ACTOR_GENERATE] = max(0.0, step_s)
         return SeenStep(
             self._trainer.global_steps - 1,
             max(0.0, step_s),

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from nereus_adapters.verl.reading import ulysses
+from nereus_adapters.verl.standing import is_hybrid
+
+_REBUILDS = ("nccl", "hccl")
+"""Checkpoint engines that keep their process group from one synchronization to the next, unless
+they are told otherwise (verl/checkpoint_engine/*_checkpoint_engine.py, ``rebuild_group``)."""
 
 
 def refusals(trainer: Any) -> tuple[str, ...]:
@@ -18,8 +23,8 @@ def refusals(trainer: Any) -> tuple[str, ...]:
 
 
 def _of(config: Any, trainer: Any) -> Iterator[str]:
-    if getattr(trainer, "standalone_server_manager", None) is not None:
-        yield "separate_async keeps trainers and rollouts in pools of their own"
+    if not is_hybrid(trainer):
+        yield from _of_separate(trainer)
     parts = {"actor": config.actor_rollout_ref.actor}
     if trainer.use_critic:
         parts["critic"] = config.critic
@@ -39,3 +44,19 @@ def _of(config: Any, trainer: Any) -> Iterator[str]:
     for name in ("pipeline_model_parallel_size", "data_parallel_size"):
         if int(rollout.get(name, 1) or 1) > 1:
             yield f"rollout replicas have {name}={rollout.get(name)}"
+
+
+def _of_separate(trainer: Any) -> Iterator[str]:
+    if getattr(trainer, "_enable_hybrid_replicas", True):
+        yield (
+            "separate_async serves from the trainers' devices too; "
+            "actor_rollout_ref.hybrid_engine=false keeps them apart, from verl 0.9.1 on"
+        )
+    engine = trainer.config.actor_rollout_ref.rollout.checkpoint_engine
+    own = engine.get("engine_kwargs", {}).get(engine.backend, {})
+    if engine.backend in _REBUILDS and not own.get("rebuild_group", False):
+        yield (
+            f"the {engine.backend} checkpoint engine cannot take up new members; set "
+            "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs."
+            f"{engine.backend}.rebuild_group=true"
+        )

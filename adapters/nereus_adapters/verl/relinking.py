@@ -9,6 +9,7 @@ old states stay staged, so that the old group can meet again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import rebuild
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.rollouts import Rollouts
-from nereus_adapters.verl.standing import ROLES
+from nereus_adapters.verl.standing import ROLES, is_hybrid
 from nereus_core.cluster import Device
 from nereus_core.errors import PlanError
 from nereus_core.units import UnitMap
@@ -77,7 +78,7 @@ def rewire(
         first = next(iter(new))
         meet = call_all(
             # Ranks that wait in vain give up in time to hear of what is done instead.
-            fleet.workers([first]), rebuild.meeting, len(new), timeout_s / 2,
+            fleet.workers([first]), rebuild.meeting, Counter(d.node for d in new), timeout_s / 2,
             awaited="a place to meet", timeout_s=timeout_s,
         )[first]  # fmt: skip
         call_all(
@@ -98,6 +99,14 @@ def rewire(
                 fleet.workers(new), rebuild.build, awaited="engines of another layout",
                 timeout_s=timeout_s, each=changed,
             )  # fmt: skip
+    if is_hybrid(trainer):
+        _serve(fleet, rollouts, new, units, timeout_s)
+
+
+def _serve(
+    fleet: Fleet, rollouts: Rollouts, new: Assembly, units: UnitMap, timeout_s: float
+) -> None:
+    """Point every trainer's side of the weight synchronization at the replica on its device."""
     serving = {
         d: (u.layout.tp, rollouts.rank_of(u.id))
         for u in units.of(ACTOR_GENERATE)
@@ -134,13 +143,14 @@ def repoint(trainer: Any, fleet: Fleet, members: Sequence[Device]) -> None:
     old_ref = getattr(trainer, "ref_policy_wg", None)
     old_actor = trainer.actor_rollout_wg
     trainer.actor_rollout_wg = renewed(old_actor, key)
-    if old_ref is old_actor:
-        trainer.ref_policy_wg = trainer.actor_rollout_wg
+    if old_ref is not None:  # a group of its own where verl gave it one
+        trainer.ref_policy_wg = renewed(old_ref, "ref")
     if trainer.use_critic:
         trainer.critic_wg = renewed(trainer.critic_wg, "critic")
     trainer.llm_server_manager.worker_group = trainer.actor_rollout_wg
     trainer.checkpoint_manager.actor_wg = trainer.actor_rollout_wg
-    trainer._get_n_gpus_for_throughput = lambda: len(members)
+    if not is_hybrid(trainer):
+        trainer.standalone_checkpoint_manager.actor_wg = trainer.actor_rollout_wg
 
 
 def forget_dispatch(trainer: Any) -> None:

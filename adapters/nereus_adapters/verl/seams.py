@@ -100,6 +100,23 @@ SEAMS = (
     Seam(
         "verl.checkpoint_engine.base", "CheckpointEngineManager.update_weights", ("global_steps",)
     ),
+    # separate_async: pools of its own, replicas in bundles that the adapter names.
+    Seam(
+        "verl.single_controller.ray.base",
+        "RayResourcePool.get_placement_groups",
+        ("self", "strategy", "name", "device_name"),
+    ),
+    Seam(
+        "verl.single_controller.ray.base",
+        "SubRayResourcePool",
+        ("self", "placement_groups", "start_bundle_index", "subgroup_world_size"),
+    ),
+    Seam("verl.workers.rollout.replica", "RolloutReplica.get_ray_class_with_init_args", ("self",)),
+    Seam("verl.workers.rollout.replica", "RolloutReplica.init_standalone", ("self",)),
+    Seam("verl.workers.rollout.replica", "RolloutReplica.abort_all_requests", ("self",)),
+    Seam("verl.experimental.separation.engine_workers", "DetachActorWorker.save_model_to_cpu"),
+    Seam("verl.checkpoint_engine.base", "CheckpointEngineWorker"),
+    Seam("verl.utils.import_utils", "import_external_libs"),
     # What the conformance harness starts, and where it lets the trainer stand.
     Seam("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", ("config",)),
     Seam("verl.trainer.ppo.v1", "AgentLoopManagerTQ"),

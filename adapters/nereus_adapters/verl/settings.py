@@ -26,6 +26,13 @@ class VerlSettings(BaseModel):
     max_devices: int | None = Field(None, ge=1)
     """Devices that the job may grow to, out of what Ray has free; its own by default."""
 
+    sleeping_replicas: int = Field(1, ge=0)
+    """Rollout replicas beside each device that may sleep out of service, to be woken when their
+    layout comes back: one is what two layouts need that take turns. Where replicas keep their
+    memory in their sleep (``rollout.free_cache_engine=false``), none does. Chosen, not measured."""
+    sleeping_bytes: int | None = Field(None, ge=0)
+    """What each is counted to keep of a device; 1 GiB by default (its weights on CPUs)."""
+
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Validate; raises ConfigError with the nearest key."""

@@ -14,12 +14,15 @@ from typing import Any
 import ray
 
 from nereus_adapters.ray_calls import call_all
+from nereus_adapters.verl.bundles import Bundles, bundles_of
 from nereus_adapters.verl.facts import WorkerFacts, worker_facts
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
 from nereus_core.units import Unit, UnitId
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, CRITIC_TRAIN, REF_INFER, ModelStage
 
+POOL = "global_pool"
+"""verl's name of the pool in which all trainers are (PPOTrainer._init_resource_pool_mgr)."""
 ROLES: Mapping[str, ModelStage] = {
     "actor": ACTOR_TRAIN,
     "ref": REF_INFER,
@@ -117,6 +120,30 @@ def replicas_of(trainer: Any) -> list[Any]:
 def is_hybrid(trainer: Any) -> bool:
     """Whether trainers and rollouts share processes."""
     return getattr(trainer, "standalone_server_manager", None) is None
+
+
+def bundles(trainer: Any, ranks: Ranks, of_worker: Mapping[Any, Device]) -> Bundles:
+    """Say which of Ray's bundles stands for each device that trainers and replicas may exchange.
+
+    In a hybrid job none may: its own processes stay where they are.
+
+    Args:
+        trainer: verl's trainer, as verl has built it.
+        ranks: Of its trainers.
+        of_worker: Device by Ray actor id.
+    """
+    kind = str(trainer.config.trainer.device)
+    if is_hybrid(trainer):
+        return Bundles(kind, {}, {})
+    pool = trainer.resource_pool_manager.resource_pool_dict[POOL]
+    replicas = {
+        UnitId(ACTOR_GENERATE, index): {
+            of_worker[worker._actor_id]: bundle
+            for worker, bundle in zip(r.workers, bundles_of(r.resource_pool), strict=True)
+        }
+        for index, r in enumerate(replicas_of(trainer))
+    }
+    return Bundles(kind, dict(zip(ranks.devices, bundles_of(pool), strict=True)), replicas)
 
 
 def devices_of(ranks: Ranks, replicas: Sequence[Any], timeout_s: float) -> dict[Any, Device]:

@@ -60,7 +60,7 @@ class Switch:
             self._back(before, old, new, error)
             self._abandon(before, after)
             raise self._failed(before, error) from error
-        self._settle(before, after, tuple(new))
+        self._settle(before, after, after)
 
     def _hold(self, old: Assembly) -> None:
         """Stage what the engines hold, without a copy: what a way back is built from."""
@@ -84,7 +84,7 @@ class Switch:
         for unit in serving(after):
             if unit not in before:
                 self._rollouts.end(unit)
-        self._settle(before, after, tuple({d for u in before.values() for d in u.devices}))
+        self._settle(before, after, before)
 
     def _failed(self, before: UnitMap, error: Exception) -> TransitionFailed:
         return TransitionFailed("the epoch switch", error, intact=tuple(before), rolled_back=True)
@@ -94,18 +94,27 @@ class Switch:
             repoint(self._trainer, self._fleet, tuple(new))
         forget_dispatch(self._trainer)
 
-    def _settle(self, before: UnitMap, after: UnitMap, kept: tuple[Device, ...]) -> None:
+    def _settle(self, before: UnitMap, after: UnitMap, kept: UnitMap) -> None:
         """Free staged states and devices; a rank that is gone will be missed by the next step."""
         names = [str(unit) for unit in (*before, *after)]
-        devices = {d for unit in (*before.values(), *after.values()) for d in unit.devices}
+        devices = _training(before) | _training(after)
+        in_use = {d for unit in kept.values() for d in unit.devices}
+        self._trainer._get_n_gpus_for_throughput = lambda: len(in_use)
         with suppress(NereusError):
             call_all(
                 self._fleet.living(sorted(devices)), shards.drop, names,
                 awaited="staged states to be freed", timeout_s=self._timeout_s,
             )  # fmt: skip
-        self._fleet.release(kept)
+        self._rollouts.leave(self._fleet.leaving(_training(kept)))
+        self._fleet.release(_training(kept))
 
 
 def serving(units: UnitMap) -> dict[UnitId, Unit]:
     """Return the rollout replicas among units."""
     return {u.id: u for u in units.values() if u.model_stage.stage is Stage.GENERATE}
+
+
+def _training(units: UnitMap) -> set[Device]:
+    """Return the devices of all units but rollout replicas."""
+    kept = (u for u in units.values() if u.model_stage.stage is not Stage.GENERATE)
+    return {device for unit in kept for device in unit.devices}

@@ -1,19 +1,18 @@
 """Transitions of real jobs: the state is bit for bit the same, and the job learns as before."""
 
 import pytest
+from verl_cpu.alike import gaps
 
 from nereus_core.events import PrimitiveFinished, TransitionFinished
 
 pytestmark = pytest.mark.real
 
 CASES = ["grpo", "ppo"]
+STEPS = 5
+"""That are compared; a fault ends the job in the sixth."""
 WORLDS = {"grpo": [2, 4, 4, 2], "ppo": [2, 2, 4, 2]}
 FAILING = {"grpo": 4, "ppo": 6}
 """After this step a fault strikes the transition (`test_faults`)."""
-RELATIVE, ABSOLUTE = 1e-5, 1e-6
-"""Sums over two ranks and over four are added in another order. Seen: a job of stock verl on four
-ranks strays from one on two by 3.2e-6 of a figure, the changed job by 2.9e-6 (`test_checkpoints`
-compares the two). PPO's policy loss is 0 but for rounding: its other figures tell."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -41,6 +40,7 @@ def fixed(jobs, case):
 
 def test_every_transition_was_done_and_the_ranks_are_those_asked_for(job, done, case):
     assert [record["world"] for record in done] == WORLDS[case]
+    assert [record["beside"] for record in done] == [[n] * n for n in WORLDS[case]]
     assert all(record["admitted"] for record in done)
     outcomes = [event.outcome for event in job.events if isinstance(event, TransitionFinished)]
     assert outcomes.count("done") == 4
@@ -61,15 +61,15 @@ def test_the_rollout_follows_the_actor_after_every_transition(job):
     assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
 
 
-def test_the_job_learns_what_the_fixed_job_learns(job, fixed):
-    names = ["actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"]
-    if "critic/vf_loss" in fixed.ran.metrics[0]:
-        names += ["critic/vf_loss", "critic/grad_norm", "actor/kl_loss"]
+def test_the_job_learns_what_the_fixed_job_learns(job, fixed, case, tolerance):
+    """It strays no further than a few times as far as jobs that are never changed."""
+    limits = tolerance(case)
     for trained in (fixed, job):
         assert min(trained.series("actor/grad_norm")) > 0.01  # there is something to learn from
-    for name in names:
-        expected = pytest.approx(fixed.series(name), rel=RELATIVE, abs=ABSOLUTE)
-        assert job.series(name) == expected, name
+    found = gaps(fixed.ran.metrics[: STEPS - 1], job.ran.metrics[: STEPS - 1], tuple(limits))
+    print(f"the changed {case} job differs by {found}")
+    strayed = {name: (gap, limits[name]) for name, gap in found.items() if gap > limits[name]}
+    assert not strayed, f"(difference, allowed): {strayed}"
 
 
 def test_state_crosses_once_and_shard_to_shard(job):

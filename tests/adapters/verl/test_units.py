@@ -162,7 +162,8 @@ def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, expected)
 def trainer(**changes):
     actor = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1} | changes.pop("actor", {})
     parts = {"actor": actor, "model": changes.pop("model", {"lora_rank": 0})}
-    parts["rollout"] = {"pipeline_model_parallel_size": 1} | changes.pop("rollout", {})
+    usual = {"pipeline_model_parallel_size": 1, "checkpoint_engine": {"backend": "nccl"}}
+    parts["rollout"] = usual | changes.pop("rollout", {})
     found = {
         "actor_rollout_ref": parts,
         "critic": {"strategy": "fsdp2"} | changes.pop("critic", {}),
@@ -171,13 +172,28 @@ def trainer(**changes):
         config=OmegaConf.create(found),
         use_critic=changes.pop("use_critic", True),
         standalone_server_manager=changes.pop("standalone", None),
+        _enable_hybrid_replicas=changes.pop("hybrid_engine", False),
     )
+
+
+OTHER_GROUP = {
+    "rollout": {
+        "checkpoint_engine": {
+            "backend": "nccl",
+            "engine_kwargs": {"nccl": {"rebuild_group": True}},
+        }
+    }
+}
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"standalone": object()}, "separate_async"),
+        (
+            {"standalone": object(), "hybrid_engine": True} | OTHER_GROUP,
+            "actor_rollout_ref.hybrid_engine=false",
+        ),
+        ({"standalone": object()}, "engine_kwargs.nccl.rebuild_group=true"),
         ({"actor": {"strategy": "fsdp"}}, "the actor's engine is fsdp;"),
         ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
         ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
@@ -206,6 +222,7 @@ def test_what_mode_adapt_cannot_change_is_refused_by_name(given, said):
 
 def test_what_it_can_change_is_not_refused():
     assert refusals(trainer()) == ()
+    assert refusals(trainer(standalone=object(), **OTHER_GROUP)) == ()
     assert refusals(trainer(use_critic=False, critic={"strategy": "megatron"})) == ()
 
 
@@ -238,9 +255,33 @@ def piece_of(whole, ranks, rank):
     return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
 
 
+def verl_job(step, mode="sync", waited_s=0.0):
+    return SimpleNamespace(
+        step=lambda metrics, timing: step,
+        timing_raw={"gen": waited_s, "update_actor": 1.5},
+        global_steps=1,
+        trainer_mode=mode,
+        parameter_sync_step=2,
+        replay_buffer=SimpleNamespace(poll_interval=2.0),
+    )
+
+
+@pytest.mark.parametrize("waited_s", [3.0, 5.0])
+def test_separate_replicas_were_busy_for_as_long_as_trainers_waited_for_them(waited_s):
+    """verl looks every two seconds, for each of two mini-batches: less is no sign of a wait."""
+    step = SimpleNamespace(tags=[{"prompt_len": 2, "response_len": 3}])
+    job = verl_job(step, "separate_async", waited_s)
+    recorder = Recorder(job, 8)
+    job.step({}, {})
+    seen = recorder.drained()
+    assert seen.stage_s[ACTOR_TRAIN] == 1.5
+    assert (ACTOR_GENERATE in seen.stage_s) == (waited_s > 4)
+    assert seen.stage_s.get(ACTOR_GENERATE, seen.step_s) == seen.step_s
+
+
 def test_the_first_peak_of_each_role_is_left_out():
     step = SimpleNamespace(tags=[{"prompt_len": 2, "response_len": 3}])
-    job = SimpleNamespace(step=lambda metrics, timing: step, timing_raw={}, global_steps=1)
+    job = verl_job(step)
     recorder, peaks = Recorder(job, 8), []
     warming = {"critic/perf/max_memory_allocated_gb": 1.0}
     both = {**warming, "actor/perf/max_memory_allocated_gb": 2.0}

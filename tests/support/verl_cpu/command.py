@@ -104,6 +104,19 @@ def overrides(
     return found
 
 
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_store",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_cpu.weights",
+    "trainer.v1.separate_async.parameter_sync_step=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+)
+"""Trainers in a pool of their own, one standalone replica beside it, two mini-batches a step."""
+
+
 def environment(work: Path, **changes: str) -> dict[str, str]:
     """Return the environment in which verl runs on CPU and writes its metrics to a file."""
     paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]

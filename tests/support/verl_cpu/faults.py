@@ -1,13 +1,16 @@
 """Faults inside verl's workers, asked for with ``VERL_CPU_FAULT``.
 
 ``kill-rank:5`` ends rank 1 as it sends state after step 5; ``refuse-join:4`` keeps the ranks of the
-first new process group after step 4 from meeting. The driver sends a function of this module in
-place of the adapter's, so that it is found by its name in every worker.
+first new process group after step 4 from meeting; ``kill-sleeper:4`` ends the server of one replica
+that sleeps out of service before the transition after step 4. The driver sends a function of this
+module in place of the adapter's, so that it is found by its name in every worker.
 """
 
 import os
 from contextlib import suppress
 from pathlib import Path
+
+import ray
 
 from nereus_adapters.verl import rebuild, shards
 from nereus_core.errors import PrimitiveError
@@ -33,7 +36,10 @@ def refused_join(worker, rank, meet, seats):
     return _join(worker, rank, meet, seats)
 
 
-def arm(step):
+def arm(step, adapter):
     """Break what is to break in the transition after a step; called in the driver."""
+    if f"kill-sleeper:{step}" in FAULTS:
+        first = adapter.rollouts._sleepers._kept[0].replica
+        ray.kill(first.servers[0])
     shards.send = killed_send if f"kill-rank:{step}" in FAULTS else _send
     rebuild.join = refused_join if f"refuse-join:{step}" in FAULTS else _join

@@ -1,9 +1,11 @@
 """Transitions that a test asks for, and what the state was before and after each.
 
 ``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.forced`` with ``VERL_CPU_FORCED={"2": {"actor/train":
-["tp2pp1", 4]}}``: after step 2, the named stages get that layout on the first 4 devices. What was
-seen goes to ``VERL_CPU_FORCED_LOG``, one JSON object a transition. State is read around the
-adapter: whole tensors are gathered and digested with SHA-256.
+["tp2pp1", 4]}}``: after step 2, the named stages get that layout on the first 4 devices, or, with a
+list in place of 4, on those of these numbers; with "2+" amid step 2, when its batch has been
+sampled. What was seen goes to ``VERL_CPU_FORCED_LOG``, one
+JSON object a transition. State is read around the adapter: whole tensors are gathered and digested
+with SHA-256.
 """
 
 import hashlib
@@ -11,6 +13,7 @@ import json
 import os
 import time
 
+import ray
 import torch
 
 from nereus_adapters.ray_calls import call_all
@@ -21,6 +24,11 @@ from nereus_core.plan import Placement, Plan
 from nereus_core.workload import ModelStage
 from nereus_plugins.post_import import after_import
 from verl_cpu import faults
+from verl_cpu.asked import version
+
+
+SETTLE_S = 30
+"""For Ray to have heard of processes and bundles that went. Chosen, not measured."""
 
 
 def sha256(worker):
@@ -48,43 +56,96 @@ def digests(trainer):
     return answers[Device("rank", 0)]
 
 
+def local_world(worker):
+    """Return what this rank takes for the number of ranks on its node: verl asks it for that."""
+    return int(os.environ["RAY_LOCAL_WORLD_SIZE"])
+
+
+def beside(trainer):
+    workers = trainer.actor_rollout_wg.workers
+    numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
+    return list(call_all(numbered, local_world, awaited="ranks on a node", timeout_s=60).values())
+
+
+def servers(trainer):
+    """Name the server of each replica: the same name is the same process."""
+    manager = getattr(trainer, "standalone_server_manager", None) or trainer.llm_server_manager
+    replicas = manager.rollout_replicas
+    return [replica.servers[0]._actor_id.hex() for replica in replicas]
+
+
 def planned(controller, wanted):
     devices = controller._adapter.job().cluster.devices
     placements = dict(controller.plan)
-    for stage, (layout, count) in wanted.items():
-        placements[ModelStage.parse(stage)] = Placement.packed(
-            Layout.parse(layout), devices[:count]
-        )
+    for stage, (layout, which) in wanted.items():
+        chosen = devices[:which] if isinstance(which, int) else tuple(devices[i] for i in which)
+        placements[ModelStage.parse(stage)] = Placement.packed(Layout.parse(layout), chosen)
     return Plan(placements)
 
 
+def settled():
+    """Return the devices that Ray has free, once it has heard of those that went."""
+    seen = []
+    deadline = time.monotonic() + SETTLE_S
+    while len(seen) < 3 or len(set(seen[-3:])) > 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {SETTLE_S} s for Ray's free devices to settle: {seen}")
+        seen.append(ray.available_resources().get("GPU", 0.0))
+        time.sleep(1)  # Ray's own period of telling resources
+    return seen[-1]
+
+
+def versions(trainer):
+    """Return the step whose weights each server on the balancer has."""
+    manager = getattr(trainer, "standalone_server_manager", None) or trainer.llm_server_manager
+    listed = ray.get(manager.global_load_balancer.get_all_servers.remote(), timeout=60)
+    handles = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+    assert sorted(listed) == sorted(handles), (listed, sorted(handles))
+    asked = [handle.__ray_call__.remote(version) for handle in handles.values()]
+    return dict(zip(handles, ray.get(asked, timeout=60), strict=True))
+
+
 def _force(module):
-    steps = {int(k): v for k, v in json.loads(os.environ.get("VERL_CPU_FORCED", "{}")).items()}
-    once = module.Session.at_boundary
+    plans = json.loads(os.environ.get("VERL_CPU_FORCED", "{}"))
+    at_boundary, before_training = module.Session.at_boundary, module.Session.before_training
 
-    def at_boundary(self):
-        trainer = self.controller._adapter._trainer
-        wanted = steps.get(int(trainer.global_steps))
-        if wanted:
-            record = {"step": int(trainer.global_steps), "before": digests(trainer)}
-            start_s = time.perf_counter()
-            faults.arm(record["step"])
-            try:
-                decision = self.controller.go_to(planned(self.controller, wanted), "test")
-                record["admitted"] = decision.admitted
-                record["after"] = digests(trainer)
-                record["world"] = trainer.actor_rollout_wg.world_size
-            except Exception as error:
-                record["error"] = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                record["seconds"] = time.perf_counter() - start_s
-                record["plan"] = self.controller.plan.to_json()
-                with open(os.environ["VERL_CPU_FORCED_LOG"], "a") as file:
-                    file.write(json.dumps(record) + "\n")
-        return once(self)
+    def go(session, moment):
+        trainer = session.controller._adapter._trainer
+        step = int(trainer.global_steps)
+        wanted = plans.get(f"{step}{moment}")
+        if not wanted:
+            return
+        record = {"step": step, "moment": moment, "before": digests(trainer)}
+        record["versions"], record["served"] = versions(trainer), servers(trainer)
+        faults.arm(f"{step}{moment}", session.controller._adapter)
+        start_s = time.perf_counter()
+        try:
+            decision = session.controller.go_to(planned(session.controller, wanted), "test")
+            record["admitted"] = decision.admitted
+            record["after"] = digests(trainer)
+            record["free"] = settled()
+            record["world"] = trainer.actor_rollout_wg.world_size
+            record["beside"] = beside(trainer)
+        except Exception as error:
+            record["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            record["seconds"] = time.perf_counter() - start_s
+            record["serve"] = servers(trainer)
+            record["plan"] = session.controller.plan.to_json()
+            with open(os.environ["VERL_CPU_FORCED_LOG"], "a") as file:
+                file.write(json.dumps(record) + "\n")
 
-    module.Session.at_boundary = at_boundary
+    def forced_boundary(self):
+        go(self, "")
+        return at_boundary(self)
+
+    def forced_training(self, prompt, response):
+        go(self, "+")
+        return before_training(self, prompt, response)
+
+    module.Session.at_boundary = forced_boundary
+    module.Session.before_training = forced_training
 
 
 after_import("nereus_plugins.session", _force)

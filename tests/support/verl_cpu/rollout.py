@@ -36,11 +36,12 @@ class Turns:
 class HFServer:
     """The interface of verl's vLLM server actor."""
 
-    def __init__(self, model_path, response_length):
+    def __init__(self, model_path, response_length, frees=False):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)
         self.response_length, self.global_steps = response_length, None
+        self.frees, self.shapes = frees, None
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -60,26 +61,32 @@ class HFServer:
             )
             .remote()
         )
-        self.open = asyncio.Event()
-        self.open.set()
+        # The gate of verl's vLLM server, by its names; what waits there hears of nothing but it.
+        self._resume_event = asyncio.Event()
+        self._submission_paused = self._rejecting = False
 
     async def generate(self, request_id, prompt_ids, sampling_params, **_):
-        from verl.workers.rollout.replica import TokenOutput
-
         if _faulty("kill-server", self.global_steps):
             os._exit(1)
-        await self.open.wait()
+        while self._submission_paused:
+            if self._rejecting:
+                return self.output([], [], "aborted")
+            await self._resume_event.wait()
         turn = await self.turns.take.remote(tuple(prompt_ids), self.global_steps)
         answer = asyncio.get_running_loop().create_future()
         self.queue.append((list(prompt_ids), dict(sampling_params), turn, answer))
         if not self.running:
             self.running = True
             self.drainer = asyncio.create_task(self.drain())
-        ids, log_probs = await answer
+        return self.output(*await answer)
+
+    def output(self, ids, log_probs, reason):
+        from verl.workers.rollout.replica import TokenOutput
+
         return TokenOutput(
             token_ids=ids,
             log_probs=log_probs,
-            stop_reason="completed",
+            stop_reason=reason,
             num_preempted=0,
             extra_fields={"global_steps": self.global_steps, "num_cached_tokens": 0},
         )
@@ -117,6 +124,8 @@ class HFServer:
         tokens, log_probs = [[] for _ in batch], [[] for _ in batch]
         done = [False] * len(batch)
         for _ in range(max(limits)):
+            if self._submission_paused:
+                break  # aborted: what there is goes back, verl's client asks for the rest
             out = self.model(
                 input_ids=inputs,
                 attention_mask=mask,
@@ -143,7 +152,8 @@ class HFServer:
                 break
             inputs, position = picked[:, None], position[:, -1:] + 1
             mask = torch.cat([mask, torch.ones(len(batch), 1, dtype=mask.dtype)], dim=1)
-        return list(zip(tokens, log_probs, strict=True))
+        reasons = ["completed" if end else "aborted" for end in done]
+        return list(zip(tokens, log_probs, reasons, strict=True))
 
     async def load_weights(self, state):
         def load():
@@ -159,20 +169,33 @@ class HFServer:
             await asyncio.sleep(0.01)
 
     async def abort_all_requests(self, reject_request=False):
-        self.open.clear()
+        self._submission_paused, self._rejecting = True, reject_request
+        self._resume_event.clear()
         await self.wait_for_requests_to_drain()
         return {"aborted_count": 0, "request_ids": []}
 
     async def resume_generation(self):
-        self.open.set()
+        self._submission_paused = self._rejecting = False
+        self._resume_event.set()
+
+    async def sleep(self):
+        """Free the weights, where the job wants that."""
+        if self.frees and self.shapes is None:
+            self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+            for parameter in self.model.parameters():
+                parameter.data = torch.empty(0)
 
     async def wake_up(self, tags=None):
-        pass
+        """Have room for weights; they are nothing until a synchronization brings some."""
+        if self.shapes is not None:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = torch.full(self.shapes[name], torch.nan)
+            self.shapes = None
 
     async def nothing(self, *_, **__):
         pass
 
-    sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
+    clear_kv_cache = release_kv_cache = resume_kv_cache = nothing
     start_profile = stop_profile = shutdown = nothing
 
 
@@ -203,7 +226,7 @@ def _replica_class():
             name = _server_name(self.replica_rank) + self.name_suffix
             actor = ray.remote(HFServer)
             server = actor.options(name=name, max_concurrency=512, num_cpus=0).remote(
-                path, self.config.response_length
+                path, self.config.response_length, self.config.free_cache_engine
             )
             await server.wake_up.remote()
             self.servers, self._server_handle, self._server_address = [server], server, name
@@ -224,7 +247,8 @@ def _adapter_class():
             self.is_leader_rank = self.rollout_rank == 0
 
         async def resume(self, tags):
-            pass
+            if self.is_leader_rank and self.config.free_cache_engine:
+                await ray.get_actor(_server_name(self.replica_rank)).wake_up.remote(tags)
 
         async def release(self):
             pass
