@@ -26,7 +26,6 @@ from nereus_plugins.post_import import after_import
 from verl_cpu import faults
 from verl_cpu.asked import version
 
-
 SETTLE_S = 30
 """For Ray to have heard of processes and bundles that went. Chosen, not measured."""
 
