@@ -60,7 +60,7 @@ class Rollouts:
         self._trainer = trainer
         self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
         self._linked = set(self.replicas)
-        self._sleepers = Sleepers(sleepers)
+        self._sleepers, self._lock = Sleepers(sleepers), threading.Lock()
         self._woken: set[UnitId] = set()
         """Whose replicas slept, and are not in service yet."""
 
@@ -70,7 +70,8 @@ class Rollouts:
         Raises:
             WaitTimeout: a new one did not come up in time.
         """
-        found = self._sleepers.take(unit.layout.tp, self._seats(unit.devices))
+        with self._lock:  # units are started at once
+            found = self._sleepers.take(unit.layout.tp, self._seats(unit.devices))
         if found is not None and self._answers(found):
             self.replicas[unit.id] = found
             self._woken.add(unit.id)
