@@ -176,6 +176,7 @@ def trainer(**changes):
     )
 
 
+DELTA = "delta_sharded"
 OTHER_GROUP = {
     "rollout": {
         "checkpoint_engine": {
