@@ -18,7 +18,7 @@ from nereus_adapters.verl import CAPABILITIES, shards
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.peaks import device_peaks
-from nereus_adapters.verl.reading import asleep, job_of
+from nereus_adapters.verl.reading import job_of
 from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
@@ -90,22 +90,26 @@ class VerlAdapter(LedgerAdapter):
         of_worker = devices_of(ranks, replicas, self._timeouts.primitive_s)
         own = tuple(dict.fromkeys(of_worker.values()))
         spare = free_devices(own, (settings.max_devices or len(own)) - len(own))
+        self._changes, self._hybrid = not self._refused, is_hybrid(trainer)
+        rollout = trainer.config.actor_rollout_ref.rollout
+        # Otherwise a replica frees its weights before the trainer computes.
+        self._resident = not rollout.free_cache_engine
+        sleepers = 0
+        if config.mode == "adapt" and self._hybrid and not self._resident:
+            sleepers = settings.sleeping_replicas
         self._job = job_of(
-            trainer, ranks.facts[0], (*own, *spare), settings, hybrid=is_hybrid(trainer)
-        )
+            trainer, ranks.facts[0], (*own, *spare), settings,
+            hybrid=self._hybrid, sleepers=sleepers,
+        )  # fmt: skip
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self.linked = self._units
-        # Otherwise a replica frees its weights before the trainer computes.
-        self._resident = not trainer.config.actor_rollout_ref.rollout.free_cache_engine
-        self._changes, self._hybrid = not self._refused, is_hybrid(trainer)
         if self._changes:
             limit_s, served = self._timeouts.primitive_s, serving(self._units)
             held = bundles(trainer, ranks, of_worker)
             self.fleet = Fleet(trainer, ranks.devices, held, limit_s)
             self.rollouts: Rollouts
             if self._hybrid:
-                sleepers = asleep(trainer.config.actor_rollout_ref.rollout, settings)
                 self.rollouts = Rollouts(trainer, served, self.fleet, limit_s, sleepers)
             else:
                 self.rollouts = Standalone(

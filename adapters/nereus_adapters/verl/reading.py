@@ -41,6 +41,7 @@ def job_of(
     settings: VerlSettings,
     *,
     hybrid: bool,
+    sleepers: int = 0,
 ) -> Job:
     """Read a Job; touches no device.
 
@@ -50,6 +51,7 @@ def job_of(
         devices: All that the job may use.
         settings: ``nereus.backend``.
         hybrid: Whether rollouts share the trainers' processes.
+        sleepers: Replicas that may sleep beside a device, out of service.
     """
     config = trainer.config
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -66,7 +68,6 @@ def job_of(
     stages = workload.stages
     precision = _precision(engines["actor"].params_dtype, actor) if shards else BFLOAT16_MIXED
     weights_bytes = precision.kept_bytes(Stage.GENERATE) * models["actor"].num_params
-    sleepers = asleep(rollout, settings) if hybrid else 0
     return Job(
         workload=workload,
         models=models,
@@ -176,11 +177,6 @@ def _precision(params_dtype: str, actor: Any) -> Precision:
     if params_dtype == "float32" and computes in ("fp32", "float32"):
         return FLOAT32
     return Precision("bfloat16", each, each, each)
-
-
-def asleep(rollout: Any, settings: VerlSettings) -> int:
-    """Return how many replicas may sleep beside a device, out of service."""
-    return settings.sleeping_replicas if rollout.free_cache_engine else 0
 
 
 def cluster_of(

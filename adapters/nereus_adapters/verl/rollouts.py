@@ -12,22 +12,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from nereus_adapters.ray_calls import apart
+from nereus_adapters.ray_calls import apart, inside
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.sleeping import Sleeper, Sleepers
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, WaitTimeout
 from nereus_core.units import Unit, UnitId
 
+_log = logging.getLogger("nereus")
+ANSWER_S = 30.0
+"""For a server that slept to say that it is well. Chosen, not measured."""
+SHUTDOWN_S = 30.0
+"""For a server to end what it started, before it is killed. Chosen, not measured."""
 _RANKS = itertools.count(1000)
 """Ranks of replicas from here on are Nereus's own: verl numbers its own from 0 up. None comes twice
 in a process: servers are known by them, and outlive the adapter that started them."""
@@ -57,6 +61,8 @@ class Rollouts:
         self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
         self._linked = set(self.replicas)
         self._sleepers = Sleepers(sleepers)
+        self._woken: set[UnitId] = set()
+        """Whose replicas slept, and are not in service yet."""
 
     def start(self, unit: Unit) -> None:
         """Have a replica for a unit that sleeps: one that did already, or a new one.
@@ -67,6 +73,7 @@ class Rollouts:
         found = self._sleepers.take(unit.layout.tp, self._seats(unit.devices))
         if found is not None and self._answers(found):
             self.replicas[unit.id] = found
+            self._woken.add(unit.id)
             return
         from omegaconf import open_dict
         from verl.workers.rollout.replica import RolloutMode
@@ -93,22 +100,28 @@ class Rollouts:
         try:
             self._wait(up, f"a rollout server for {unit.id}")
         except BaseException:
-            _end(replica)
+            _end([replica])
             raise
         self.replicas[unit.id] = replica
 
     def leave(self, devices: Iterable[Device] | None = None) -> None:
         """End the replicas that sleep on any of some devices; on any at all by default."""
-        for replica in self._sleepers.leave(None if devices is None else self._seats(devices)):
-            _end(replica)
+        _end(self._sleepers.leave(None if devices is None else self._seats(devices)))
 
     def end(self, unit: UnitId) -> None:
-        """End a unit's replica: at once, or with the epoch switch where the job may need it."""
+        """End a unit's replica: at once, or with the epoch switch where the job may need it.
+
+        One that was woken for it sleeps again.
+        """
         if unit not in self._linked:
             replica = self.replicas.pop(unit)
             leave = self._manager.global_load_balancer.remove_servers
             self._get(leave.remote([replica._server_address]), "the load balancer to let go")
-            _end(replica)
+            if unit in self._woken:
+                self._woken.remove(unit)
+                self._retire([replica])
+            else:
+                _end([replica])
 
     def rank_of(self, unit: UnitId) -> int:
         """Return verl's rank of a unit's replica."""
@@ -133,10 +146,9 @@ class Rollouts:
             self._get(
                 balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
             )
-        for unit in gone:
-            self._turn_away(self.replicas[unit])
-            self._retire(self.replicas.pop(unit))
+        self._retire([self.replicas.pop(unit) for unit in gone])
         self._list(units)
+        self._woken -= self._linked
 
     def _managers(self, trainer: Any) -> tuple[Any, Any]:
         """Return verl's manager of servers, and the one of weight synchronizations."""
@@ -152,41 +164,51 @@ class Rollouts:
         manager.server_addresses = [r._server_address for r in replicas]
         self._weights.replicas = replicas
 
-    def _retire(self, replica: Any) -> None:
-        """Let a replica that no request goes to sleep on; the oldest make room for it."""
-        seats = tuple(worker._actor_id for worker in replica.workers)
-        tp = int(replica.config.tensor_model_parallel_size)
-        for crowded in self._sleepers.keep(Sleeper(replica, tp, seats)):
-            _end(crowded)
+    def _retire(self, replicas: Sequence[Any]) -> None:
+        """Let replicas that no request goes to sleep on; the oldest make room for them."""
+        over = []
+        for replica, stays in zip(replicas, self._turn_away(replicas), strict=True):
+            seats = tuple(worker._actor_id for worker in replica.workers)
+            tp = int(replica.config.tensor_model_parallel_size)
+            over += self._sleepers.keep(Sleeper(replica, tp, seats)) if stays else [replica]
+        _end(over)
 
     def _seats(self, devices: Iterable[Device]) -> list[Any]:
         return [worker._actor_id for worker in self._fleet.workers(devices).values()]
 
     def _answers(self, replica: Any) -> bool:
-        """Whether a replica is as it was; one that is not is ended."""
+        """Whether a replica is as it was, and holds requests back; one that is not is ended."""
         try:
             asked = [apart(server, is_well) for server in replica.servers]
-            if all(ray.get(asked, timeout=self._timeout_s)):
+            if all(ray.get(asked, timeout=ANSWER_S)):
+                if self._trainer.trainer_mode != "sync":  # until now it has turned them away
+                    self._wait(replica.abort_all_requests, "a sleeping rollout server to close")
                 return True
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            pass  # it has died in its sleep, or hangs: a new one is started
-        _end(replica)
+        except (NereusError, ray.exceptions.RayError) as error:
+            _log.warning("a replica that slept is started anew: %s", error)
+        _end([replica])
         return False
 
-    def _turn_away(self, replica: Any) -> None:
-        """Let requests go that an asynchronous job has on a replica that is to end.
+    def _turn_away(self, replicas: Sequence[Any]) -> list[bool]:
+        """Let requests go that an asynchronous job has on replicas that leave.
 
         verl's client takes what each has generated to another replica, which goes on from there.
+
+        Returns:
+            Of each, whether none is left that would wait there for as long as it sleeps.
         """
-        if self._trainer.trainer_mode == "sync":
-            return
-        known = inspect.signature(replica.abort_all_requests).parameters
-        # verl 0.9.0 has no such word: a request that waits fails, and verl asks for it anew.
-        word = {"reject_request": True} if "reject_request" in known else {}
-        with suppress(NereusError, ray.exceptions.RayError):
-            # One that does not answer is ended all the same; verl asks anew for what it had.
-            abort = partial(replica.abort_all_requests, **word)
-            self._wait(abort, f"the requests of {replica._server_address} to stop")
+        if self._trainer.trainer_mode == "sync" or not replicas:
+            return [True] * len(replicas)
+
+        async def abort() -> list[Any]:
+            return await asyncio.gather(*map(_aborted, replicas), return_exceptions=True)
+
+        try:
+            # Those that do not answer are ended all the same; verl asks anew for what they had.
+            found = self._wait(abort, "the requests of replicas that leave to stop")
+        except (NereusError, ray.exceptions.RayError) as error:
+            found = [error] * len(replicas)
+        return [answer is True for answer in found]
 
     def _get(self, answer: Any, awaited: str) -> None:
         try:
@@ -194,17 +216,18 @@ class Rollouts:
         except ray.exceptions.GetTimeoutError as error:
             raise WaitTimeout(awaited, self._timeout_s) from error
 
-    def _wait(self, work: Callable[[], Coroutine[Any, Any, None]], awaited: str) -> None:
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, Any]], awaited: str) -> Any:
         """Run a coroutine of verl's on a loop of its own, for as long as it is given."""
 
-        async def limited() -> None:
-            await asyncio.wait_for(work(), self._timeout_s)
+        async def limited() -> Any:
+            return await asyncio.wait_for(work(), self._timeout_s)
 
+        returned: list[Any] = []
         raised: list[BaseException] = []
 
         def run() -> None:
             try:
-                asyncio.run(limited())
+                returned.append(asyncio.run(limited()))
             except BaseException as error:
                 raised.append(error)
 
@@ -215,6 +238,33 @@ class Rollouts:
             raise WaitTimeout(awaited, self._timeout_s)
         if raised:
             raise raised[0]
+        return returned[0]
+
+
+async def _aborted(replica: Any) -> bool:
+    known = inspect.signature(replica.abort_all_requests).parameters
+    # verl 0.9.0 has no such word: a request that waits fails, and verl asks for it anew.
+    await replica.abort_all_requests(
+        **({"reject_request": True} if "reject_request" in known else {})
+    )
+    return bool(await inside(replica.servers[0], let_go))
+
+
+def let_go(server: Any) -> bool:
+    """Turn away the requests that wait at a rollout server's closed gate; runs inside it.
+
+    verl turns away those that come from now on, and leaves those waiting that are there
+    (vllm_async_server.py, ``_park_until_admitted``).
+
+    Returns:
+        Whether it has such a gate, and turns requests away.
+    """
+    gate: Any = getattr(server, "_resume_event", None)
+    if gate is None or not getattr(server, "_rejecting", False):
+        return False
+    for waiter in tuple(gate._waiters):  # on the loop that they wait on
+        waiter.get_loop().call_soon_threadsafe(gate.set)
+    return True
 
 
 def is_well(server: Any) -> bool:
@@ -229,8 +279,12 @@ def shutdown_engine(server: Any) -> None:
         engine.shutdown()
 
 
-def _end(replica: Any) -> None:
-    for server in getattr(replica, "servers", []):
-        with suppress(Exception):  # a server that does not answer is ended all the same
-            ray.get(apart(server, shutdown_engine), timeout=30)
+def _end(replicas: Sequence[Any]) -> None:
+    servers = [server for replica in replicas for server in getattr(replica, "servers", [])]
+    asked = [apart(server, shutdown_engine) for server in servers]
+    for server, answer in zip(servers, asked, strict=True):
+        try:
+            ray.get(answer, timeout=SHUTDOWN_S)
+        except Exception as error:  # a server that does not answer is ended all the same
+            _log.warning("a rollout server did not end its engine and is killed: %s", error)
         ray.kill(server)

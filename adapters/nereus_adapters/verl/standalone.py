@@ -101,6 +101,7 @@ class Standalone(Rollouts):
         try:
             self._wait(up, f"a rollout server for {unit.id}")
         except BaseException:
+            _end([replica])
             self._over(unit.id, replica)
             raise
         return replica
@@ -160,12 +161,13 @@ class Standalone(Rollouts):
         addresses = [r._server_address for r in leaving.values()]
         balancer = self._manager.global_load_balancer
         self._get(balancer.remove_servers.remote(addresses), "the load balancer to let servers go")
+        self._turn_away(list(leaving.values()))
+        _end(list(leaving.values()))
         for unit, replica in leaving.items():
-            self._turn_away(replica)
             self._over(unit, replica)
 
     def _over(self, unit: UnitId, replica: Any) -> None:
-        _end(replica)
+        """End what was beside a replica's servers, and give its devices back."""
         for worker in replica.workers:
             ray.kill(worker)
         self._let_go(unit)

@@ -113,6 +113,7 @@ def colocated(launch):
     found = launch(
         "colocated",
         "trainer.v1.trainer_mode=colocate_async",
+        "actor_rollout_ref.rollout.free_cache_engine=True",
         *FORCED,
         plans=COLOCATED,
         steps=5,
@@ -125,6 +126,9 @@ def colocated(launch):
 def test_colocate_async_changes_as_a_synchronous_job_does(colocated):
     assert [record["world"] for record in colocated.forced] == [2, 4, 2]
     assert all(record["before"] == record["after"] for record in colocated.forced)
+    first, wide, last = colocated.forced
+    assert set(first["served"]) < set(wide["serve"])  # they have slept for a step
+    assert last["serve"] == first["served"]
     outcomes = [e.outcome for e in colocated.events if isinstance(e, TransitionFinished)]
     assert outcomes == ["done"] * 3
     worst = colocated.series("training/off_policy/trajectory_staleness_worst/max", 5)

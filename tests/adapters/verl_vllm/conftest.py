@@ -11,7 +11,7 @@ from verl_cpu.job import Job
 from verl_cpu.stem import warm
 
 STEPS = 6
-JOB_S = 420
+JOB_S = 600
 """A job of six steps takes about two minutes on two cores that do nothing else; a limit of this
 much is for a job that hangs. Chosen, not measured."""
 PLANS = {
@@ -31,33 +31,40 @@ NEREUS = (
 
 
 @pytest.fixture(scope="session")
-def stem(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What Ray starts its workers with."""
+def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What vLLM needs in the environment."""
+    return vllm_rollout.environment(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def stem(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, str]) -> Iterator[str]:
+    """What Ray starts its workers with; where Python looks for packages is the stem's own."""
     folder = tmp_path_factory.mktemp("stem")
-    with warm(folder, environment(folder)) as command:
+    with warm(folder, environment(folder, **changes)) as command:
         yield command
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory, stem: str) -> Callable[[str], Job]:
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, stem: str, changes: dict[str, str]
+) -> Callable[[str], Job]:
     """Return a job by name, running it the first time it is asked for."""
     assets = make_assets(tmp_path_factory.mktemp("assets"))
-    stub = vllm_rollout.environment(tmp_path_factory.mktemp("vllm"))
 
     def run(name, *extra, plans=None, fault=""):
         work = tmp_path_factory.mktemp(name)
         modules = ["verl_cpu.platform", "verl_cpu.rollout", "verl_cpu.vllm_rollout"]
-        changes = {**stub, "VERL_CPU_FAULT": fault}
+        env = {**changes, "VERL_CPU_FAULT": fault}
         if plans is not None:
             modules.append("verl_cpu.forced")
-            changes["VERL_CPU_FORCED"] = json.dumps(plans)
-            changes["VERL_CPU_FORCED_LOG"] = str(work / "forced.jsonl")
-        changes["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
+            env["VERL_CPU_FORCED"] = json.dumps(plans)
+            env["VERL_CPU_FORCED_LOG"] = str(work / "forced.jsonl")
+        env["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
         arguments = [*overrides(assets, work, steps=STEPS), *vllm_rollout.OVERRIDES, *extra]
         arguments.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{stem}'")
         if extra:
             arguments.append(f"+nereus.run_dir={work}/run")
-        return Job(run_job(work, arguments, timeout_s=JOB_S, env=changes), work)
+        return Job(run_job(work, arguments, timeout_s=JOB_S, env=env), work)
 
     known = {
         "stock": lambda: run("stock"),

@@ -1,5 +1,7 @@
 """How far apart two jobs are, and how far apart a changed one may be from a fixed one."""
 
+import math
+
 FIGURES = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean")
 CRITIC_FIGURES = ("critic/vf_loss", "critic/grad_norm", "actor/kl_loss")
 LEAST_SCALE = 0.25
@@ -20,6 +22,7 @@ def gaps(one, other, figures=FIGURES):
     found = {}
     for figure in figures:
         pairs = [(a[figure], b[figure]) for a, b in zip(one, other, strict=True)]
+        assert all(math.isfinite(value) for pair in pairs for value in pair), (figure, pairs)
         scale = max(*(abs(a) for a, _ in pairs), LEAST_SCALE)
         found[figure] = max(abs(a - b) for a, b in pairs) / scale
     return found

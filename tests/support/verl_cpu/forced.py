@@ -26,6 +26,9 @@ from nereus_plugins.post_import import after_import
 from verl_cpu import faults
 from verl_cpu.asked import version
 
+SETTLE_S = 30
+"""For Ray to have heard of processes and bundles that went. Chosen, not measured."""
+
 
 def sha256(worker):
     """Digest every whole tensor of every engine; runs on all ranks at once, rank 0 answers."""
@@ -79,6 +82,18 @@ def planned(controller, wanted):
     return Plan(placements)
 
 
+def settled():
+    """Return the devices that Ray has free, once it has heard of those that went."""
+    seen = []
+    deadline = time.monotonic() + SETTLE_S
+    while len(seen) < 3 or len(set(seen[-3:])) > 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {SETTLE_S} s for Ray's free devices to settle: {seen}")
+        seen.append(ray.available_resources().get("GPU", 0.0))
+        time.sleep(1)  # Ray's own period of telling resources
+    return seen[-1]
+
+
 def versions(trainer):
     """Return the step whose weights each server on the balancer has."""
     manager = getattr(trainer, "standalone_server_manager", None) or trainer.llm_server_manager
@@ -107,7 +122,7 @@ def _force(module):
             decision = session.controller.go_to(planned(session.controller, wanted), "test")
             record["admitted"] = decision.admitted
             record["after"] = digests(trainer)
-            record["free"] = ray.available_resources().get("GPU", 0.0)
+            record["free"] = settled()
             record["world"] = trainer.actor_rollout_wg.world_size
             record["beside"] = beside(trainer)
         except Exception as error:

@@ -1,6 +1,7 @@
 """A job that ended, and what Nereus left of it."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,4 +35,6 @@ class Job:
 
     def series(self, metric: str, steps: int = COMPARED) -> list[float]:
         """The figures of the first steps."""
-        return [step[metric] for step in self.ran.metrics[:steps]]
+        found = [step[metric] for step in self.ran.metrics[:steps]]
+        assert all(map(math.isfinite, found)), (metric, found)
+        return found

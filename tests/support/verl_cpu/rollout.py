@@ -61,16 +61,17 @@ class HFServer:
             )
             .remote()
         )
-        self.open = asyncio.Event()
-        self.open.set()
-        self.leaving = False
+        # The gate of verl's vLLM server, by its names; what waits there hears of nothing but it.
+        self._resume_event = asyncio.Event()
+        self._submission_paused = self._rejecting = False
 
     async def generate(self, request_id, prompt_ids, sampling_params, **_):
         if _faulty("kill-server", self.global_steps):
             os._exit(1)
-        await self.open.wait()
-        if self.leaving:
-            return self.output([], [], "aborted")
+        while self._submission_paused:
+            if self._rejecting:
+                return self.output([], [], "aborted")
+            await self._resume_event.wait()
         turn = await self.turns.take.remote(tuple(prompt_ids), self.global_steps)
         answer = asyncio.get_running_loop().create_future()
         self.queue.append((list(prompt_ids), dict(sampling_params), turn, answer))
@@ -123,7 +124,7 @@ class HFServer:
         tokens, log_probs = [[] for _ in batch], [[] for _ in batch]
         done = [False] * len(batch)
         for _ in range(max(limits)):
-            if not self.open.is_set():
+            if self._submission_paused:
                 break  # aborted: what there is goes back, verl's client asks for the rest
             out = self.model(
                 input_ids=inputs,
@@ -168,16 +169,14 @@ class HFServer:
             await asyncio.sleep(0.01)
 
     async def abort_all_requests(self, reject_request=False):
-        self.open.clear()
+        self._submission_paused, self._rejecting = True, reject_request
+        self._resume_event.clear()
         await self.wait_for_requests_to_drain()
-        if reject_request:  # those that wait, and those that come, are turned away
-            self.leaving = True
-            self.open.set()
         return {"aborted_count": 0, "request_ids": []}
 
     async def resume_generation(self):
-        self.leaving = False
-        self.open.set()
+        self._submission_paused = self._rejecting = False
+        self._resume_event.set()
 
     async def sleep(self):
         """Free the weights, where the job wants that."""
