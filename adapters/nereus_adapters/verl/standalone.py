@@ -57,13 +57,14 @@ class Standalone(Rollouts):
             DevicesMissing, Infeasible: there is no place for one.
         """
         wanted = (unit.devices, unit.layout)
-        for leaving in self._leaving:
-            known = self._units[leaving]
-            if (known.devices, known.layout) == wanted:  # an end that is undone
-                self._leaving.discard(leaving)
-                self._units[unit.id], self.replicas[unit.id] = unit, self.replicas[leaving]
-                self._fleet.bundles.hold(unit.devices, unit.id, str(unit.id))
-                return
+        with self._lock:  # units are started at once
+            for leaving in self._leaving:
+                known = self._units[leaving]
+                if (known.devices, known.layout) == wanted:  # an end that is undone
+                    self._leaving.discard(leaving)
+                    self._units[unit.id], self.replicas[unit.id] = unit, self.replicas[leaving]
+                    self._fleet.bundles.hold(unit.devices, unit.id, str(unit.id))
+                    return
         self.replicas[unit.id] = self._started(unit)
 
     def _started(self, unit: Unit) -> Any:
