@@ -87,8 +87,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
                     [int(tag[key]) for tag in tags if key in tag]
                     for key in ("prompt_len", "response_len")
                 )
-                with self._new_replicas_served():
-                    self._nereus.before_training(prompt, response)
+                self._nereus.before_training(prompt, response)
             return super()._balance_batch(batch, *args, **kwargs)
 
         def on_step_end(self) -> Any:
@@ -97,20 +96,6 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
             awaited = "verl's weight synchronization"
             with self._limited(awaited, settings.timeouts.boundary_s):
                 return super().on_step_end()
-
-        @contextmanager
-        def _new_replicas_served(self) -> Iterator[None]:
-            """Give replicas that come amid a step the weights that the others have.
-
-            Those of a hybrid job sleep from here to verl's next synchronization.
-            """
-            manager = getattr(self, "standalone_checkpoint_manager", None)
-            known = [] if manager is None else list(manager.replicas)
-            yield
-            if manager is not None and any(r not in known for r in manager.replicas):
-                served = self.global_steps - 1  # nothing of this step has been trained on
-                with self._limited("weights for new replicas", settings.timeouts.boundary_s):
-                    manager.update_weights(served)
 
         @contextmanager
         def _limited(self, awaited: str, timeout_s: float) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,7 +113,9 @@ class VerlAdapter(LedgerAdapter):
             if self._hybrid:
                 self.rollouts = Rollouts(trainer, served, self.fleet, limit_s, sleepers)
             else:
-                self.rollouts = Standalone(trainer, served, self.fleet, limit_s)
+                self.rollouts = Standalone(
+                    trainer, served, self.fleet, limit_s, lambda: self._recorder.amid_step
+                )
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
@@ -241,9 +244,7 @@ class VerlAdapter(LedgerAdapter):
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
         if not apart:
-            with self._lock:
-                devices = [d for unit in made for d in unit.devices]
-                self.fleet.start(devices, together=self._hybrid)
+            self.fleet.start([d for unit in made for d in unit.devices])
         if stage.stage is Stage.GENERATE:
             done = self._serve(made, enter)
         elif made:
@@ -272,12 +273,14 @@ class VerlAdapter(LedgerAdapter):
         return Done(move.moved_bytes, move.kept_bytes)
 
     def _serve(self, made: tuple[Unit, ...], enter: Enter) -> Done:
-        """Start rollout replicas."""
+        """Start rollout replicas, at once: each takes a minute and little of any machine."""
         started: list[Unit] = []
         try:
-            for unit in made:
-                self.rollouts.start(unit)
-                started.append(unit)
+            with ThreadPoolExecutor(max(1, len(made)), "nereus-replica") as pool:
+                starts = {unit: pool.submit(self.rollouts.start, unit) for unit in made}
+            started += [unit for unit, start in starts.items() if start.exception() is None]
+            for start in starts.values():
+                start.result()
             for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
                 enter(phase)
         except BaseException:
@@ -310,14 +313,26 @@ class VerlAdapter(LedgerAdapter):
     def _require_fits(self, op: Primitive, units: UnitMap) -> None:
         """Raise OutOfDeviceMemory unless the states of all units fit where new ones shall lie."""
         after, capacity = apply(op, units), self._job.cluster.device_spec.memory_bytes
+        if not self._hybrid:  # replicas that have ended serve until the epoch switch
+            ending = [u for u in serving(self.linked).values() if u.id not in after]
+            made = {(u.devices, u.layout) for u in created(op) if _serves(u)}
+            # One that comes back is the one that is there.
+            serve_on = [u for u in ending if (u.devices, u.layout) not in made]
+            after = after.replace((), serve_on)
         for device in dict.fromkeys(d for unit in created(op) for d in unit.devices):
-            need = sum(self._state_bytes(u) for u in after.values() if device in u.devices)
+            need = sum(self._kept_bytes(u) for u in after.values() if device in u.devices)
             if need > capacity:
                 raise OutOfDeviceMemory(str(op), device, need, capacity)
 
-    def _state_bytes(self, unit: Unit) -> int:
-        """Bytes of state that a unit keeps on each of its devices."""
+    def _kept_bytes(self, unit: Unit) -> int:
+        """Bytes that a unit keeps on each of its devices.
+
+        A standalone engine takes its share of a device when it starts and keeps it.
+        """
         stage = unit.model_stage
+        if _serves(unit) and not self._hybrid:
+            share = float(self._trainer.config.actor_rollout_ref.rollout.gpu_memory_utilization)
+            return int(share * self._job.cluster.device_spec.memory_bytes)
         each = self._job.precision.kept_bytes(stage.stage) * self._job.model(stage).num_params
         return each // len(unit.devices)
 

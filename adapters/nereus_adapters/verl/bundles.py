@@ -7,6 +7,7 @@ group that verl made for its trainers stays with the job.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from nereus_core.units import UnitId
 
 COLOCATED = 3
 """Processes that verl lets share a bundle of its trainers': ResourcePoolManager's own default."""
+PLACED_S = 30.0
+"""For Ray to place bundles on devices that it has free, those among them that it is just taking
+back. Chosen, not measured."""
+_PIN = 0.001
+"""Of a node's own resource ``node:ADDRESS``, of which Ray gives each node 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,90 +37,73 @@ class Bundle:
 
 
 class Bundles:
-    """Bundles by device.
+    """Bundles by device. Safe to share by threads.
 
     Args:
-        kind: verl's name of the devices, e.g. ``cuda``.
         trainers: Bundles that verl made for its trainers.
         replicas: Bundles that it made for standalone replicas, by holder.
     """
 
     def __init__(
         self,
-        kind: str,
         trainers: Mapping[Device, Bundle],
         replicas: Mapping[UnitId, Mapping[Device, Bundle]],
     ) -> None:
-        self._kind, self._made = kind, 0
         self._at = dict(trainers)
         self._kept = {bundle.group.id for bundle in trainers.values()}
         self._holders: dict[Device, set[object]] = {device: {"verl"} for device in trainers}
+        self._lock = threading.Lock()
+        """Held while Ray places a group, so for `PLACED_S` at most."""
         for holder, bundles in replicas.items():
             self._at |= bundles
             for device in bundles:
                 self._holders.setdefault(device, set()).add(holder)
 
     def hold(self, devices: Sequence[Device], holder: object, name: str) -> Any:
-        """Return verl's resource pool over the bundles of some devices, in their order.
+        """Return verl's resource pool over the bundles of some devices of one node, in their order.
 
-        Devices that have none get bundles of one new group: which accelerators of Ray's these are
-        is Ray's choice.
+        Devices that have none get bundles of one new group on their node: which accelerators of it
+        these are is Ray's choice.
 
         Raises:
-            DevicesMissing: Ray has not as many free devices.
+            DevicesMissing: Ray has not as many free devices there.
             Infeasible: verl starts the processes of a pool in one group, side by side.
         """
-        absent = [device for device in devices if device not in self._at]
-        if not absent:
+        with self._lock:
+            absent = [device for device in devices if device not in self._at]
+            if len({device.node for device in devices}) > 1 or 0 < len(absent) < len(devices):
+                raise _scattered(devices)
+            if absent:
+                group = _placed(devices)
+                self._at |= {d: Bundle(group, index) for index, d in enumerate(devices)}
             pool = self._side_by_side(devices, name)
-        elif len(absent) == len(devices):
-            pool = self._new(devices, name)
-        else:
-            raise self._scattered(devices)
-        for device in devices:
-            self._holders.setdefault(device, set()).add(holder)
+            for device in devices:
+                self._holders.setdefault(device, set()).add(holder)
         return pool
 
     def let_go(self, devices: Collection[Device], holder: object) -> None:
         """Give groups back to Ray that nobody is on any more."""
-        for device in devices:
-            self._holders.get(device, set()).discard(holder)
-        groups = {bundle.group.id: bundle.group for bundle in self._at.values()}
-        for key, group in groups.items():
-            members = [d for d, bundle in self._at.items() if bundle.group.id == key]
-            if key in self._kept or any(self._holders.get(d) for d in members):
-                continue
-            with suppress(Exception):  # it goes with the job at the latest
-                ray.util.remove_placement_group(group)
-            for device in members:
-                del self._at[device]
-                self._holders.pop(device, None)
-
-    def _new(self, devices: Sequence[Device], name: str) -> Any:
-        from verl.single_controller.ray.base import RayResourcePool
-
-        free = int(ray.available_resources().get("GPU", 0))
-        if free < len(devices):
-            raise DevicesMissing("GPU", len(devices), free)
-        self._made += 1
-        pool = RayResourcePool(
-            [len(devices)],
-            use_gpu=True,
-            max_colocate_count=COLOCATED,
-            name_prefix=f"nereus_{name}_{self._made}",
-        )
-        pool.get_placement_groups(device_name=self._kind)
-        self._at |= dict(zip(devices, bundles_of(pool), strict=True))
-        return pool
+        with self._lock:
+            for device in devices:
+                self._holders.get(device, set()).discard(holder)
+            groups = {bundle.group.id: bundle.group for bundle in self._at.values()}
+            for key, group in groups.items():
+                members = [d for d, bundle in self._at.items() if bundle.group.id == key]
+                if key in self._kept or any(self._holders.get(d) for d in members):
+                    continue
+                _removed(group)
+                for device in members:
+                    del self._at[device]
+                    self._holders.pop(device, None)
 
     def _side_by_side(self, devices: Sequence[Device], name: str) -> Any:
         from verl.single_controller.ray.base import SubRayResourcePool
 
         bundles = [self._at[device] for device in devices]
         first = bundles[0]
-        wanted = [Bundle(first.group, first.index + i) for i in range(len(bundles))]
-        if [(b.group.id, b.index) for b in bundles] != [(b.group.id, b.index) for b in wanted]:
-            raise self._scattered(devices)
+        places = [(b.group.id, b.index) for b in bundles]
+        if places != [(first.group.id, first.index + i) for i in range(len(bundles))]:
+            raise _scattered(devices)
         return SubRayResourcePool(
             placement_groups=[first.group],
             start_bundle_index=first.index,
@@ -125,14 +114,32 @@ class Bundles:
             name_prefix=f"nereus_{name}",
         )
 
-    def _scattered(self, devices: Sequence[Device]) -> Infeasible:
-        named = ", ".join(map(str, devices))
-        return Infeasible(
-            f"{named} are no neighbors in one of Ray's placement groups, where verl would start "
-            "the processes of one replica. Free them in one transition, use them in another."
-        )
-
 
 def bundles_of(pool: Any) -> list[Bundle]:
     """Return the bundles of a pool of verl's, in order of rank."""
     return [Bundle(group, index) for group in pool.pgs for index in range(pool.store[0])]
+
+
+def _placed(devices: Sequence[Device]) -> Any:
+    """Have Ray place a group on the node of some devices; nothing is left where it cannot."""
+    node = devices[0].node
+    each = {"CPU": COLOCATED, "GPU": 1, f"node:{node}": _PIN}  # as RayResourcePool's, and pinned
+    group = ray.util.placement_group([dict(each) for _ in devices], strategy="STRICT_PACK")
+    if not group.wait(PLACED_S):
+        _removed(group)
+        free = int(ray.available_resources().get("GPU", 0))
+        raise DevicesMissing(f"free GPU ({node})", len(devices), free)
+    return group
+
+
+def _removed(group: Any) -> None:
+    with suppress(Exception):  # it goes with the job at the latest
+        ray.util.remove_placement_group(group)
+
+
+def _scattered(devices: Sequence[Device]) -> Infeasible:
+    named = ", ".join(map(str, devices))
+    return Infeasible(
+        f"{named} are no neighbors in one of Ray's placement groups, where verl would start "
+        "the processes of one replica. Free them in one transition, use them in another."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ import ray
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import rebuild
 from nereus_adapters.verl.bundles import Bundles
+from nereus_adapters.verl.limits import limited
 from nereus_core.cluster import Device
+from nereus_core.errors import Infeasible
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Fleet:
         self.dead: set[Device] = set()
         """Devices whose process is known to have ended."""
         self._prefix = group.name_prefix
-        self._started = 0
+        self._numbers = itertools.count(1)
 
     def seat(self, device: Device) -> Seat:
         """Return the process on a device."""
@@ -62,14 +65,11 @@ class Fleet:
         """Return those of the actors on some devices that are not known to have ended."""
         return self.workers(device for device in devices if device not in self.dead)
 
-    def start(self, devices: Collection[Device], *, together: bool) -> None:
-        """Start processes on devices that have none, each in a bundle of its own.
+    def start(self, devices: Collection[Device]) -> None:
+        """Start processes on devices that have none, those of a node side by side where they can.
 
-        Which accelerator of a node a device stands for is Ray's choice, made here.
-
-        Args:
-            devices: Where there is to be one.
-            together: Ask Ray for all of them at once, on one node; one by one otherwise.
+        Which accelerator of a node a device stands for is Ray's choice, made here. Primitives on
+        common devices do not run at once; others may start processes meanwhile.
 
         Raises:
             DevicesMissing: Ray has not as many free devices.
@@ -80,8 +80,8 @@ class Fleet:
             return
         fresh: dict[Device, Seat] = {}
         try:
-            for some in [absent] if together else [[device] for device in absent]:
-                fresh |= self._started_on(some)
+            for node in dict.fromkeys(device.node for device in absent):
+                fresh |= self._side_by_side([d for d in absent if d.node == node])
             known = call_all(
                 {device: seat.worker for device, seat in list(self._seats.items())[:1]},
                 rebuild.recipe,
@@ -102,18 +102,35 @@ class Fleet:
             raise
         self._seats |= fresh
 
+    def _side_by_side(self, devices: Sequence[Device]) -> dict[Device, Seat]:
+        """Start processes of one node in one group; in groups of one on scattered bundles."""
+        try:
+            return self._started_on(devices)
+        except Infeasible:
+            found: dict[Device, Seat] = {}
+            try:
+                for device in devices:
+                    found |= self._started_on([device])
+            except BaseException:
+                self._end(found)
+                raise
+            return found
+
     def _started_on(self, devices: Sequence[Device]) -> dict[Device, Seat]:
         from verl.single_controller.ray.base import RayWorkerGroup
 
-        self._started += 1
-        name = f"{self._prefix}_{self._started}"
+        name = f"{self._prefix}_{next(self._numbers)}"
         pool = self.bundles.hold(devices, self, name)
-        try:
-            group = RayWorkerGroup(
+
+        def started() -> Any:  # verl waits without a limit for an address
+            return RayWorkerGroup(
                 resource_pool=pool,
                 ray_cls_with_init=self._trainer.actor_rollout_wg.ray_cls_with_init,
                 device_name=self._trainer.config.trainer.device,
             )
+
+        try:
+            group = limited(started, "new worker processes to be placed", self._timeout_s)
         except BaseException:
             self.bundles.let_go(devices, self)
             raise

@@ -26,6 +26,8 @@ PHASES: Mapping[str, ModelStage] = {
 old log-probs, the critic's computes values."""
 _REPORTED = ("critic/rewards/mean", "critic/score/mean", "actor/pg_loss", "actor/loss")
 _REPORTED_TRAINING = ("actor/grad_norm", "actor/entropy", "actor/ppo_kl", "critic/vf_loss")
+POLL_S = 2.0
+"""As verl has it where a sampler does not say (trainer_separate_async.py, _step_had_idle)."""
 _PEAK = "perf/max_memory_allocated_gb"
 
 
@@ -62,6 +64,8 @@ class Recorder:
         self._earlier: Mapping[str, float] = {}
         self._out_s = 0.0
         self._trained: set[str] = set()
+        self.amid_step = False
+        """Whether a step is under way: its batch is sampled, or still to come."""
         trainer.step = self._recorded
 
     def stop(self) -> None:
@@ -94,7 +98,8 @@ class Recorder:
             # while; where not, nobody knows how long these responses took.
             waited_s = stage_s.pop(ACTOR_GENERATE, 0.0)
             looks = self._trainer.parameter_sync_step
-            if waited_s > looks * self._trainer.replay_buffer.poll_interval:
+            each_s = getattr(self._trainer.replay_buffer, "poll_interval", POLL_S)
+            if waited_s > looks * each_s:
                 stage_s[ACTOR_GENERATE] = max(0.0, step_s)
         return SeenStep(
             self._trainer.global_steps - 1,
@@ -124,6 +129,10 @@ class Recorder:
     def _recorded(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         if self._begun_s is None:
             self._begun_s = time.perf_counter()
-        batch = self._step(metrics, timing_raw)
+        self.amid_step = True
+        try:
+            batch = self._step(metrics, timing_raw)
+        finally:
+            self.amid_step = False
         self._last = (batch, metrics)
         return batch

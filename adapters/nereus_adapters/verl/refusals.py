@@ -8,9 +8,13 @@ from typing import Any
 from nereus_adapters.verl.reading import ulysses
 from nereus_adapters.verl.standing import is_hybrid
 
-_REBUILDS = ("nccl", "hccl")
-"""Checkpoint engines that keep their process group from one synchronization to the next, unless
-they are told otherwise (verl/checkpoint_engine/*_checkpoint_engine.py, ``rebuild_group``)."""
+_ANEW = ("nixl", "mooncake")
+"""Checkpoint engines of verl's that meet anew at every synchronization, and send all there is."""
+_KEPT = ("nccl",)
+"""Those that do where they are told to (``rebuild_group``); hccl goes by this name too."""
+_OWN = ("delta_sharded", "kimi_ckpt_engine", "naive", *_ANEW, *_KEPT)
+"""All of verl's. delta_sharded sends a new replica what has changed alone; kimi_ckpt_engine ends
+the ranks' own process group where it meets anew."""
 
 
 def refusals(trainer: Any) -> tuple[str, ...]:
@@ -53,10 +57,13 @@ def _of_separate(trainer: Any) -> Iterator[str]:
             "actor_rollout_ref.hybrid_engine=false keeps them apart, from verl 0.9.1 on"
         )
     engine = trainer.config.actor_rollout_ref.rollout.checkpoint_engine
-    own = engine.get("engine_kwargs", {}).get(engine.backend, {})
-    if engine.backend in _REBUILDS and not own.get("rebuild_group", False):
+    name, own = engine.backend, engine.get("engine_kwargs", {}).get(engine.backend, {})
+    if name in _KEPT and not own.get("rebuild_group", False):
         yield (
-            f"the {engine.backend} checkpoint engine cannot take up new members; set "
+            f"the {name} checkpoint engine keeps its group; set "
             "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs."
-            f"{engine.backend}.rebuild_group=true"
+            f"{name}.rebuild_group=true"
         )
+    elif name in _OWN and name not in (*_ANEW, *_KEPT):
+        known = ", ".join((*_ANEW, *_KEPT))
+        yield f"the {name} checkpoint engine cannot take up new replicas; {known} can"

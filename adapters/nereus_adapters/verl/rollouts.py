@@ -56,11 +56,11 @@ class Rollouts:
         timeout_s: float,
         sleepers: int,
     ) -> None:
-        self._manager, self._fleet, self._timeout_s = trainer.llm_server_manager, fleet, timeout_s
-        self._trainer = trainer
+        self._manager, self._weights = self._managers(trainer)
+        self._trainer, self._fleet, self._timeout_s = trainer, fleet, timeout_s
         self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
         self._linked = set(self.replicas)
-        self._sleepers = Sleepers(sleepers)
+        self._sleepers, self._lock = Sleepers(sleepers), threading.Lock()
         self._woken: set[UnitId] = set()
         """Whose replicas slept, and are not in service yet."""
 
@@ -70,7 +70,8 @@ class Rollouts:
         Raises:
             WaitTimeout: a new one did not come up in time.
         """
-        found = self._sleepers.take(unit.layout.tp, self._seats(unit.devices))
+        with self._lock:  # units are started at once
+            found = self._sleepers.take(unit.layout.tp, self._seats(unit.devices))
         if found is not None and self._answers(found):
             self.replicas[unit.id] = found
             self._woken.add(unit.id)
@@ -147,13 +148,22 @@ class Rollouts:
                 balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
             )
         self._retire([self.replicas.pop(unit) for unit in gone])
-        self._linked = set(units)
+        self._list(units)
         self._woken -= self._linked
-        replicas = [self.replicas[u] for u in units]
+
+    def _managers(self, trainer: Any) -> tuple[Any, Any]:
+        """Return verl's manager of servers, and the one of weight synchronizations."""
+        return trainer.llm_server_manager, trainer.checkpoint_manager
+
+    def _list(self, units: Iterable[UnitId]) -> None:
+        """Name the replicas of these units, and no others, in verl's own objects."""
+        self._linked = set(units)
+        replicas = [self.replicas[unit] for unit in units]
+        manager = self._manager
         manager.rollout_replicas = replicas
         manager.server_handles = [r._server_handle for r in replicas]
         manager.server_addresses = [r._server_address for r in replicas]
-        self._trainer.checkpoint_manager.replicas = replicas
+        self._weights.replicas = replicas
 
     def _retire(self, replicas: Sequence[Any]) -> None:
         """Let replicas that no request goes to sleep on; the oldest make room for them."""

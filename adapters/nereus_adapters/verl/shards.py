@@ -192,11 +192,6 @@ def receive(worker: Any, unit: str, *sent: list[tuple[Part, torch.Tensor, str]])
     return total
 
 
-def keep(worker: Any, role: str, unit: str, source: str, wanted: Iterable[tuple[str, Box]]) -> int:
-    """Copy what this process needs and holds itself; returns the bytes."""
-    return receive(worker, unit, send(worker, role, source, wanted))
-
-
 def hold(worker: Any, units: Mapping[str, str]) -> None:
     """Stage what the live engines hold under their units' names (role -> unit), without a copy."""
     for role, unit in units.items():

@@ -2,30 +2,24 @@
 
 They never sleep: what goes on is generated with goes on while the trainers change. A new replica
 is started closed: requests that reach it wait. It is on the load balancer from the epoch switch,
-and verl's weight synchronization, which comes next, gives it its weights and opens it. A replica
-that leaves is taken from the balancer first and its requests are aborted: verl's client takes what
-each has generated to another replica, which goes on from there.
+and verl's weight synchronization, which comes next, gives it its weights and opens it; amid a step
+one is made at once. A replica that leaves is taken from the balancer first and its requests are
+aborted: verl's client takes what each has generated to another replica, which goes on from there.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
 
-from nereus_adapters.ray_calls import apart
+from nereus_adapters.ray_calls import outcome
 from nereus_adapters.verl.fleet import Fleet
-from nereus_adapters.verl.rollouts import Rollouts, shutdown_engine
+from nereus_adapters.verl.limits import limited
+from nereus_adapters.verl.rollouts import _RANKS, Rollouts, _end
 from nereus_core.cluster import Device
 from nereus_core.units import Unit, UnitId
-
-RANKS = itertools.count(1_000_000)
-"""As in `rollouts`, whose own they are not."""
-SHUTDOWN_S = 30.0
-"""For a server to end what it started, before it is killed. Chosen, not measured."""
 
 
 class Standalone(Rollouts):
@@ -36,27 +30,50 @@ class Standalone(Rollouts):
         units: Of the replicas there are, in verl's order.
         fleet: Whose bundles they are started in.
         timeout_s: For a replica to start, stop or answer.
+        amid_step: Says whether a step is under way, at whose end alone verl synchronizes weights.
     """
 
     def __init__(
-        self, trainer: Any, units: Mapping[UnitId, Unit], fleet: Fleet, timeout_s: float
+        self,
+        trainer: Any,
+        units: Mapping[UnitId, Unit],
+        fleet: Fleet,
+        timeout_s: float,
+        amid_step: Callable[[], bool],
     ) -> None:
-        self._manager, self._fleet, self._timeout_s = (
-            trainer.standalone_server_manager, fleet, timeout_s,
-        )  # fmt: skip
-        self._trainer = trainer
-        self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
-        self._linked = set(self.replicas)
-        self._devices = {unit.id: unit.devices for unit in units.values()}
+        super().__init__(trainer, units, fleet, timeout_s, sleepers=0)
+        self._amid_step, self._units = amid_step, dict(units)
+        self._leaving: set[UnitId] = set()
+        """Units that have ended and whose replicas serve until the epoch switch."""
+
+    def _managers(self, trainer: Any) -> tuple[Any, Any]:
+        return trainer.standalone_server_manager, trainer.standalone_checkpoint_manager
 
     def start(self, unit: Unit) -> None:
-        """Start a closed replica for a unit; raises WaitTimeout where it does not come up."""
+        """Have a replica for a unit: one that is about to leave the same devices, or a closed one.
+
+        Raises:
+            WaitTimeout: a new one did not come up in time.
+            DevicesMissing, Infeasible: there is no place for one.
+        """
+        wanted = (unit.devices, unit.layout)
+        with self._lock:  # units are started at once
+            for leaving in self._leaving:
+                known = self._units[leaving]
+                if (known.devices, known.layout) == wanted:  # an end that is undone
+                    self._leaving.discard(leaving)
+                    self._units[unit.id], self.replicas[unit.id] = unit, self.replicas[leaving]
+                    self._fleet.bundles.hold(unit.devices, unit.id, str(unit.id))
+                    return
+        self.replicas[unit.id] = self._started(unit)
+
+    def _started(self, unit: Unit) -> Any:
         from omegaconf import open_dict
         from verl.single_controller.ray.base import RayWorkerGroup
         from verl.utils.device import get_device_name
         from verl.workers.rollout.replica import RolloutMode
 
-        manager, rank = self._manager, next(RANKS)
+        manager, rank = self._manager, next(_RANKS)
         config = manager.rollout_config.copy()
         with open_dict(config):
             config.tensor_model_parallel_size = unit.layout.tp
@@ -67,7 +84,7 @@ class Standalone(Rollouts):
             gpus_per_node=max(int(config.n_gpus_per_node), len(unit.devices)),
         )
         pool = self._fleet.bundles.hold(unit.devices, unit.id, f"rollout_{rank}")
-        self._devices[unit.id] = unit.devices
+        self._units[unit.id] = unit
 
         async def up() -> None:  # as init_standalone does, in this pool
             replica.rollout_mode, replica.resource_pool = RolloutMode.STANDALONE, pool
@@ -85,13 +102,16 @@ class Standalone(Rollouts):
         try:
             self._wait(up, f"a rollout server for {unit.id}")
         except BaseException:
-            self._end(unit.id, replica)
+            _end([replica])
+            self._over(unit.id, replica)
             raise
-        self.replicas[unit.id] = replica
+        return replica
 
     def end(self, unit: UnitId) -> None:
         """End a unit's replica: at once, or with the epoch switch where the job may need it."""
-        if unit not in self._linked and unit in self.replicas:
+        if unit in self._linked:
+            self._leaving.add(unit)
+        elif unit in self.replicas:
             self._leave([unit])
 
     def leave(self, devices: Iterable[Device] | None = None) -> None:
@@ -102,40 +122,56 @@ class Standalone(Rollouts):
 
         Args:
             units: Of the replicas that serve.
-            anew: Tell the balancer of all of them, whatever it has been told.
+            anew: Ask the balancer whom it knows: what it was told last may have failed.
         """
-        manager = self._manager
+        balancer = self._manager.global_load_balancer
         gone = [unit for unit in self._linked if unit not in units]
-        fresh = [self.replicas[u] for u in units if anew or u not in self._linked]
-        if fresh:
-            servers = {r._server_address: r._server_handle for r in fresh}
-            balancer = manager.global_load_balancer
-            self._get(balancer.add_servers.remote(servers), "the load balancer to add servers")
-        self._linked = set(units)
-        replicas = [self.replicas[unit] for unit in units]
-        manager.rollout_replicas = replicas
-        manager.server_handles = [r._server_handle for r in replicas]
-        manager.server_addresses = [r._server_address for r in replicas]
-        self._trainer.standalone_checkpoint_manager.replicas = replicas
+        known = {self.replicas[unit]._server_address for unit in self._linked}
+        if anew:
+            asked = balancer.get_all_servers.remote()
+            named = outcome(asked, "the load balancer to name its servers", self._timeout_s)
+            known = set(named)
+        serving = (self.replicas[unit] for unit in units)
+        fresh = {
+            r._server_address: r._server_handle for r in serving if r._server_address not in known
+        }
+        if fresh:  # one that the balancer has is not told again: it counts requests in flight
+            self._get(balancer.add_servers.remote(fresh), "the load balancer to add servers")
+        self._list(units)
+        self._leaving.clear()
+        if fresh and self._amid_step():
+            served = int(self._trainer.global_steps) - 1  # nothing of this step is trained on yet
+            limited(
+                lambda: self._weights.update_weights(served),
+                "weights for new replicas",
+                self._timeout_s,
+            )
         self._leave(gone)
 
-    def _leave(self, units: list[UnitId]) -> None:
+    def _leave(self, units: Iterable[UnitId]) -> None:
         """Let replicas go: from the balancer, then what they do, then what they are."""
-        if not units:
+        leaving = {}
+        for unit in units:
+            replica = self.replicas.pop(unit)
+            if any(other is replica for other in self.replicas.values()):
+                self._let_go(unit)  # another unit goes on with it
+            else:
+                leaving[unit] = replica
+        if not leaving:
             return
-        leaving = [self.replicas[unit] for unit in units]
+        addresses = [r._server_address for r in leaving.values()]
         balancer = self._manager.global_load_balancer
-        addresses = [r._server_address for r in leaving]
         self._get(balancer.remove_servers.remote(addresses), "the load balancer to let servers go")
-        self._turn_away(leaving)
-        for unit, replica in zip(units, leaving, strict=True):
-            del self.replicas[unit]
-            self._end(unit, replica)
+        self._turn_away(list(leaving.values()))
+        _end(list(leaving.values()))
+        for unit, replica in leaving.items():
+            self._over(unit, replica)
 
-    def _end(self, unit: UnitId, replica: Any) -> None:
-        for server in replica.servers:
-            with suppress(Exception):  # a server that does not answer is ended all the same
-                ray.get(apart(server, shutdown_engine), timeout=SHUTDOWN_S)
-        for actor in (*replica.servers, *replica.workers):
-            ray.kill(actor)
-        self._fleet.bundles.let_go(self._devices.pop(unit), unit)
+    def _over(self, unit: UnitId, replica: Any) -> None:
+        """End what was beside a replica's servers, and give its devices back."""
+        for worker in replica.workers:
+            ray.kill(worker)
+        self._let_go(unit)
+
+    def _let_go(self, unit: UnitId) -> None:
+        self._fleet.bundles.let_go(self._units.pop(unit).devices, unit)

@@ -132,9 +132,8 @@ def bundles(trainer: Any, ranks: Ranks, of_worker: Mapping[Any, Device]) -> Bund
         ranks: Of its trainers.
         of_worker: Device by Ray actor id.
     """
-    kind = str(trainer.config.trainer.device)
     if is_hybrid(trainer):
-        return Bundles(kind, {}, {})
+        return Bundles({}, {})
     pool = trainer.resource_pool_manager.resource_pool_dict[POOL]
     replicas = {
         UnitId(ACTOR_GENERATE, index): {
@@ -143,7 +142,7 @@ def bundles(trainer: Any, ranks: Ranks, of_worker: Mapping[Any, Device]) -> Bund
         }
         for index, r in enumerate(replicas_of(trainer))
     }
-    return Bundles(kind, dict(zip(ranks.devices, bundles_of(pool), strict=True)), replicas)
+    return Bundles(dict(zip(ranks.devices, bundles_of(pool), strict=True)), replicas)
 
 
 def devices_of(ranks: Ranks, replicas: Sequence[Any], timeout_s: float) -> dict[Any, Device]:

@@ -176,6 +176,7 @@ def trainer(**changes):
     )
 
 
+DELTA = "delta_sharded"
 OTHER_GROUP = {
     "rollout": {
         "checkpoint_engine": {
@@ -194,6 +195,13 @@ OTHER_GROUP = {
             "actor_rollout_ref.hybrid_engine=false",
         ),
         ({"standalone": object()}, "engine_kwargs.nccl.rebuild_group=true"),
+        (
+            {
+                "standalone": object(),
+                "rollout": {"checkpoint_engine": {"backend": "delta_sharded"}},
+            },
+            "the delta_sharded checkpoint engine cannot take up new replicas",
+        ),
         ({"actor": {"strategy": "fsdp"}}, "the actor's engine is fsdp;"),
         ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
         ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
