@@ -135,7 +135,6 @@ def environment(work: Path, **changes: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "120",  # Ray's own 30 are few on two busy cores
         "RAY_DEDUP_LOGS": "0",
         "TORCHDYNAMO_DISABLE": "1",
         **changes,
