@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nereus_adapters.verl.tensor_parallel import VENDOR
 from nereus_core.layout import Layout
 
 
@@ -20,10 +21,12 @@ class EngineFacts:
     """``actor``, ``ref`` or ``critic``."""
     layout: Layout
     """Ranks that hold one copy of the state between them: tp and pp of Megatron's engine; with FSDP
-    the ``fsdp`` dimension of the mesh, written as tp."""
+    the last dimension of the mesh, written as tp."""
     hf_config: dict[str, Any]
     params_dtype: str
     """Of the parameters that the optimizer works on, e.g. ``float32``."""
+    tensor_parallel: bool = False
+    """Whether it is Nereus's own engine (`tensor_parallel`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def _facts(role: str, held: Any) -> EngineFacts:
         params_dtype="float32"
         if parameter is None
         else str(parameter.dtype).removeprefix("torch."),
+        tensor_parallel=getattr(engine, "vendor", None) == VENDOR,
     )
 
 

@@ -87,7 +87,7 @@ def job_of(
         device_batch=shared_out(
             config, critic=bool(trainer.use_critic), reference=_has_reference(trainer)
         )
-        if shards
+        if shards and settings.engine == "verl"
         else None,
     )
 
@@ -131,6 +131,18 @@ def ulysses(part: Any) -> int:
     engines = (part, part.get("fsdp_config"), part.get("fsdp"))
     degrees = (e.get("ulysses_sequence_parallel_size") for e in engines if e is not None)
     return max(1, *(int(degree or 1) for degree in degrees))
+
+
+def require_engine(facts: WorkerFacts, settings: VerlSettings) -> None:
+    """Raise ConfigError unless the processes train with the engine that settings name."""
+    for engine in facts.engines:
+        if engine.tensor_parallel != (settings.engine == "tp"):
+            runs = "tp" if engine.tensor_parallel else "verl"
+            raise ConfigError(
+                "backend.engine",
+                f"it is {settings.engine!r}, and the {engine.role} trains with {runs!r}; the tp "
+                "engine is one of strategy=fsdp2, and Ray has to be started by verl's own command",
+            )
 
 
 def _has_reference(trainer: Any) -> bool:

@@ -58,7 +58,9 @@ def run_cases(folder: Path, cases: list[Case], world: int, timeout_s: float) -> 
             rank.wait(60)
     for rank, log in zip(ranks, logs, strict=True):
         if rank.returncode not in (0, -9):
-            raise RuntimeError(f"{log.name} ended with {rank.returncode}: {log.read_text()[-4000:]}")
+            raise RuntimeError(
+                f"{log.name} ended with {rank.returncode}: {log.read_text()[-4000:]}"
+            )
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"ranks did not end in {timeout_s} s: {logs[0].read_text()[-4000:]}")
 
@@ -96,9 +98,7 @@ def outcome(case: Case) -> dict:
             found["grad_norms"].append(trained["metrics"]["grad_norm"])
         engine.lr_scheduler_step()
     found["after"] = inferred(engine)
-    found["weights"] = {
-        name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]
-    }
+    found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
     found["moments"] = {
         name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
         for name, parameter in engine.module.named_parameters()

@@ -1,7 +1,7 @@
 """tensor_parallel: an FSDP2 engine of verl's whose units hold one copy by tensor parallelism.
 
-verl picks an engine by device and vendor (``verl.workers.engine.EngineRegistry``); this one's vendor
-is ``nereus``. Importing this package imports neither torch nor verl.
+verl picks an engine by device and vendor (``verl.workers.engine.EngineRegistry``); this one's is
+``nereus``. Importing this package imports neither torch nor verl.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ VENDOR = "nereus"
 
 def register() -> None:
     """Make the engine known to verl in this process; a second call changes nothing."""
-    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.base import EngineRegistry
 
     from nereus_adapters.verl.tensor_parallel.engine import (
         TensorParallelWithLMHead,

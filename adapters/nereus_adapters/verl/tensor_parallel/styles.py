@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from nereus_adapters.verl.tensor_parallel.plan import Share
+from nereus_adapters.verl.tensor_parallel.plan import Share, at, tied
 
 
 def share_out(model: nn.Module, mesh: DeviceMesh, shares: Mapping[str, Share]) -> None:
@@ -30,7 +37,7 @@ def share_out(model: nn.Module, mesh: DeviceMesh, shares: Mapping[str, Share]) -
     Nothing is sent: each rank cuts its part out of what it has, be it nothing (meta tensors).
     Parameters that were tied are tied after.
     """
-    tied = _tied(model)
+    groups = tied(model)
     styles = {
         Share.COLUMN: ColwiseParallel,
         Share.ROW: RowwiseParallel,
@@ -41,22 +48,15 @@ def share_out(model: nn.Module, mesh: DeviceMesh, shares: Mapping[str, Share]) -
     }
     for name, share in shares.items():
         module = model.get_submodule(name)
-        parallelize_module(module, mesh, styles[share](), src_data_rank=None)
-    for first, others in tied.items():
+        style = styles[at(share, module, mesh.size())]()
+        parallelize_module(module, mesh, style, src_data_rank=None)
+    for first, *others in groups:
         for other in others:
             owner, _, name = other.rpartition(".")
             model.get_submodule(owner).register_parameter(name, model.get_parameter(first))
 
 
-def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Return names of one and the same parameter, by the first of them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: others for first, *others in names.values() if others}
-
-
-class Whole(ParallelStyle):
+class Whole(ParallelStyle):  # type: ignore[misc]  # torch's is known at run time only
     """Every rank holds all of a module; the module computes on plain tensors.
 
     Args:
@@ -86,7 +86,7 @@ class Whole(ParallelStyle):
         return module
 
 
-class Vocabulary(ParallelStyle):
+class Vocabulary(ParallelStyle):  # type: ignore[misc]
     """Rows of an embedding are cut: each rank looks up those tokens that it has, zeros else.
 
     torch's RowwiseParallel would do so too, but takes ``padding_idx``, whose row gets no gradient,
