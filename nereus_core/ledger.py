@@ -25,8 +25,8 @@ from nereus_core.errors import (
     UnitLost,
     Unsupported,
 )
-from nereus_core.layout import check_layout
 from nereus_core.phases import Enter, Phase, PhaseHook
+from nereus_core.plan import check_stage_layout
 from nereus_core.primitives import (
     Extend,
     Merge,
@@ -220,7 +220,7 @@ def _admit(op: Primitive, now: Standing) -> None:
         if dead := sorted(set(unit.devices) & failed):
             raise Infeasible(f"{op}: {dead[0]} has failed.", op)
         try:
-            check_layout(now.job.model(stage), unit.layout)
+            check_stage_layout(now.job, stage, unit.layout)
         except LayoutError as error:
             raise Infeasible(f"{op}: {error}", op) from error
 

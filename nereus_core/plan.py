@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Self
 
 from nereus_core.cluster import Device
-from nereus_core.errors import PlanError
+from nereus_core.errors import LayoutError, PlanError
 from nereus_core.layout import Layout, layout_problems
 from nereus_core.units import UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
@@ -139,12 +139,12 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     ]
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
-        problems += [f"{stage}: {p}" for p in layout_problems(job.model(stage), placement.layout)]
+        problems += [f"{stage}: {p}" for p in stage_layout_problems(job, stage, placement.layout)]
         listed = [d for unit in placement.units for d in unit]
         if not placement.units:
             problems.append(f"{stage} has no unit")
-        elif job.global_batch % placement.dp:
-            problems.append(f"{stage}: dp={placement.dp} does not divide batch {job.global_batch}")
+        elif (batch := job.unit_share(stage)) % placement.dp:
+            problems.append(f"{stage}: dp={placement.dp} does not divide batch {batch}")
         if len(listed) != len(set(listed)):
             problems.append(f"{stage}: a device is in two units")
         if any(len(unit) != placement.layout.num_devices for unit in placement.units):
@@ -154,6 +154,21 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
         if shared is not None and listed and shared % len(listed):
             problems.append(f"{stage}: {len(listed)} devices do not divide {shared} sequences")
     return (*problems, *place_problems(plan, job))
+
+
+def stage_layout_problems(job: Job, stage: ModelStage, layout: Layout) -> tuple[str, ...]:
+    """Say why a stage of a job cannot have a layout, or return () when it can."""
+    model = job.model(stage)
+    problems = layout_problems(model, layout)
+    if not problems and stage in job.kv_heads_cut and model.num_kv_heads % layout.tp:
+        return (f"tp={layout.tp} does not divide num_kv_heads={model.num_kv_heads}",)
+    return problems
+
+
+def check_stage_layout(job: Job, stage: ModelStage, layout: Layout) -> None:
+    """Raise LayoutError unless a stage of a job can have a layout."""
+    if problems := stage_layout_problems(job, stage, layout):
+        raise LayoutError(layout, job.model(stage).name, problems)
 
 
 def place_problems(plan: Plan, job: Job) -> tuple[str, ...]:

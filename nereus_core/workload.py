@@ -191,10 +191,20 @@ class Job:
     """Sequences that a framework shares out by device where others do by unit (FSDP): the devices
     of every stage but generation must divide them, and each computes its own with the whole model's
     activations, ``micro_batch`` at a time; None where it does not."""
+    unit_batch: int | None = None
+    """Sequences that the units of every stage but generation must divide, where those are fewer
+    than ``global_batch``: what a framework shares out comes in whole micro-batches."""
+    kv_heads_cut: frozenset[ModelStage] = frozenset()
+    """Model-stages whose units cut key/value heads and copy none: tp must divide their number."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""
         return self.models[model_stage.model]
+
+    def unit_share(self, model_stage: ModelStage) -> int:
+        """Return the sequences that the units of a stage must divide."""
+        generates = model_stage.stage is Stage.GENERATE
+        return self.global_batch if generates else self.unit_batch or self.global_batch
 
     def on(self, cluster: Cluster) -> Self:
         """Return the same job on another state of its cluster."""

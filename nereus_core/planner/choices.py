@@ -11,8 +11,8 @@ import numpy as np
 
 from nereus_core.cost.op_classes import BoolArray, IntArray
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.layout import Layout, layout_problems, layouts
-from nereus_core.plan import Plan
+from nereus_core.layout import Layout, layouts
+from nereus_core.plan import Plan, stage_layout_problems
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import Shape
 from nereus_core.workload import Job, ModelStage, Stage
@@ -96,7 +96,7 @@ def choices_of(
     now = None if current is None else current.get(stage)
     if stage in constraints.pinned:
         pinned = constraints.pinned[stage]
-        if problems := layout_problems(model, pinned):
+        if problems := stage_layout_problems(job, stage, pinned):
             raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {problems[0]}")
         for name, degree, most in (
             ("max_tp", pinned.tp, constraints.max_tp),
@@ -107,9 +107,10 @@ def choices_of(
         known: tuple[Layout, ...] = (pinned,)
     else:
         known = layouts(model, total, constraints.degrees)
-        if now is not None and now.layout not in known and not layout_problems(model, now.layout):
+        if now is not None and now.layout not in known:
             known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
-    units = _divisors(job.global_batch, total)
+        known = tuple(one for one in known if not stage_layout_problems(job, stage, one))
+    units = _divisors(job.unit_share(stage), total)
     shared = job.device_batch if stage.stage is not Stage.GENERATE else None
     inside = stage in job.within_node
     choices = [

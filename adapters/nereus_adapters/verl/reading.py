@@ -60,12 +60,17 @@ def job_of(
     prompt, response = int(rollout.prompt_length), int(rollout.response_length)
     models = {"actor": ModelSpec.from_hf_config(engines["actor"].hf_config, name="actor")}
     if trainer.use_critic:
-        critic = ModelSpec.from_hf_config(engines["critic"].hf_config, name="critic")
-        models["critic"] = critic.as_critic("critic")
+        spec = ModelSpec.from_hf_config(engines["critic"].hf_config, name="critic")
+        models["critic"] = spec.as_critic("critic")
     if _has_reference(trainer):
         models["ref"] = ModelSpec.from_hf_config(engines["ref"].hf_config, name="ref")
     workload = _workload(trainer)
     stages = workload.stages
+    own = settings.engine == "tp"
+    shared = None
+    if shards:
+        critic, reference = bool(trainer.use_critic), _has_reference(trainer)
+        shared = shared_out(config, critic=critic, reference=reference)
     precision = _precision(engines["actor"].params_dtype, actor) if shards else BFLOAT16_MIXED
     weights_bytes = precision.kept_bytes(Stage.GENERATE) * models["actor"].num_params
     return Job(
@@ -84,11 +89,9 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        device_batch=shared_out(
-            config, critic=bool(trainer.use_critic), reference=_has_reference(trainer)
-        )
-        if shards and settings.engine == "verl"
-        else None,
+        device_batch=None if own else shared,
+        unit_batch=shared if own else None,
+        kv_heads_cut=frozenset(s for s in stages if own and s.stage is not Stage.GENERATE),
     )
 
 

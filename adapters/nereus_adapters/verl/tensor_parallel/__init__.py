@@ -6,8 +6,8 @@ verl picks an engine by device and vendor (``verl.workers.engine.EngineRegistry`
 
 from __future__ import annotations
 
-VENDOR = "nereus"
-"""As verl's ``VERL_ENGINE_VENDOR`` names it."""
+VENDOR_KEY, VENDOR = "VERL_ENGINE_VENDOR", "nereus"
+"""How verl picks it, in every process of the job."""
 
 
 def register() -> None:
