@@ -99,6 +99,13 @@ def test_it_computes_and_learns_what_verls_own_engine_does(outcomes, kind, degre
         assert (ours["moments"][name] - moment).abs().max() <= 4 * ULPS * scale, name
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_without_tensor_parallelism_it_is_verls_own_to_the_last_bit(outcomes, kind):
+    ours, verls = outcomes[f"{kind}-1"], outcomes[f"{kind}-verl"]
+    for name, tensor in verls["weights"].items():
+        assert torch.equal(ours["weights"][name], tensor), name
+
+
 @pytest.mark.parametrize(("kind", "degree"), [("qwen2", 4), ("mistral", 2)])
 def test_a_rank_holds_its_part_and_no_more(outcomes, kind, degree):
     """All but norms and the biases of rows is cut."""

@@ -6,6 +6,7 @@ of gradients and one optimizer step are over tensors of one mesh.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,10 +51,31 @@ def share_out(model: nn.Module, mesh: DeviceMesh, shares: Mapping[str, Share]) -
         module = model.get_submodule(name)
         style = styles[at(share, module, mesh.size())]()
         parallelize_module(module, mesh, style, src_data_rank=None)
+    readers = Counter(n.rpartition(".")[0] for n, share in shares.items() if share is Share.COLUMN)
+    for name, number in readers.items():
+        if number > 1:
+            _read_once(model.get_submodule(name), mesh)
     for first, *others in groups:
         for other in others:
             owner, _, name = other.rpartition(".")
             model.get_submodule(owner).register_parameter(name, model.get_parameter(first))
+
+
+def _read_once(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Let projections that read the same input share one sum of its gradients.
+
+    The input of the block becomes one replicated DTensor, in place of one for each projection.
+    """
+
+    def shared(found: Any) -> Any:
+        return DTensor.from_local(found, mesh, [Replicate()], run_check=False)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (shared(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": shared(kwargs["hidden_states"])}
+
+    block.register_forward_pre_hook(before, with_kwargs=True)
 
 
 class Whole(ParallelStyle):  # type: ignore[misc]  # torch's is known at run time only
