@@ -94,7 +94,8 @@ def _micro_batch_tokens(
         ranks = together if job.device_batch is not None else options.tp
         longest = job.max_prompt_tokens + job.max_response_tokens
         micro = np.maximum(1.0, job.micro_tokens * ranks // longest)
-    return np.minimum(micro, np.ceil(each * together)) * lengths.total_max / together
+    held = np.minimum(micro, np.ceil(each * together)) / together
+    return np.asarray(held * lengths.total_max)
 
 
 def wave_ladder(job: Job, stage: ModelStage) -> tuple[int, ...]:

@@ -49,6 +49,8 @@ class Seat:
     role: str
     shard_size: int
     unit: str
+    sequence_ranks: int
+    """Ranks that share each sequence."""
 
 
 def meeting(worker: Any, ranks_on: Mapping[str, int], timeout_s: float) -> Meeting:
@@ -126,6 +128,7 @@ def build(worker: Any, seats: tuple[Seat, ...]) -> None:
     for seat in seats:
         config, loss = recipe(worker)["roles"][seat.role]
         object.__setattr__(config.engine_config, "fsdp_size", seat.shard_size)
+        config.engine_config.ulysses_sequence_parallel_size = seat.sequence_ranks
         outer = _outer(worker, seat.role) if seat.role in ("actor", "ref") else None
         if outer is not None:
             setattr(outer, seat.role, None)

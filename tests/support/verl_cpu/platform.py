@@ -15,7 +15,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from nereus_plugins.post_import import after_import
-from verl_cpu import budget
+from verl_cpu import budget, varlen
 
 
 class CpuModule(types.ModuleType):
