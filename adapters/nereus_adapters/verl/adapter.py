@@ -118,9 +118,7 @@ class VerlAdapter(LedgerAdapter):
                 self.rollouts = Standalone(
                     trainer, served, self.fleet, limit_s, lambda: self._recorder.amid_step
                 )
-            self._switch = Switch(
-                trainer, self.fleet, self.rollouts, self._order, ulysses, limit_s
-            )
+            self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, ulysses, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
         self.gate = Gate(self._timeouts.boundary_s)

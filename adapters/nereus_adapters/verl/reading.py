@@ -87,7 +87,7 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        **(_sharing(trainer, ulysses) if shards else {}),
+        **(_sharing(trainer, ulysses) if shards else _megatron(actor)),
     )
 
 
@@ -108,6 +108,11 @@ def _sharing(trainer: Any, ulysses: Ulysses) -> dict[str, Any]:
         "sequence_ranks": {ROLES[role]: n for role, n in ulysses.now.items()},
         "micro_tokens": tokens,
     }
+
+
+def _megatron(actor: Any) -> dict[str, Any]:
+    """Say how ranks of a Megatron unit share activations, as fields of a Job."""
+    return {"sequence_parallel": bool(actor.megatron.get("sequence_parallel", True))}
 
 
 def _has_reference(trainer: Any) -> bool:

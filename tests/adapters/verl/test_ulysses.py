@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism that changes while a job runs, or stays while shard groups change."""
+"""Ulysses sequence parallelism that changes while a job runs, or stays where groups change."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ FOLLOWED = {
     3: {"actor/train": ["tp4pp1", 4], "ref/infer": ["tp2pp1", 4]},
     4: {**TWO, "actor/train": ["tp1pp1", 2], "ref/infer": ["tp1pp1", 2]},
 }
-"""Actor: one rank a sequence, then two of two, two of four, four, one. The reference goes its way."""
+"""Ranks a sequence: the actor's 1, 2, 2, 4, 1; the reference's 1, 1, 1, 2, 1."""
 KEPT = {
     1: {"actor/train": ["tp1pp1", 2]},
     2: {**FOUR, "actor/train": ["tp2pp1", 4], "ref/infer": ["tp4pp1", 4]},
@@ -74,7 +74,7 @@ def case(request, jobs):
 
 
 def degrees(case, step):
-    """Say how many ranks are to share a sequence of each role after a step, and how many there are."""
+    """Say how many ranks are to share a sequence of each role after a step, and how many are."""
     found, world = {"actor": 1, "ref": 1} if case.name == "followed" else {"actor": 2, "ref": 2}, 2
     for at in range(1, step + 1):
         plan = case.plans[at]
@@ -121,7 +121,7 @@ def test_each_rank_attends_with_its_part_of_the_heads(case):
 
 
 def test_the_job_learns_what_the_fixed_job_learns(case, jobs):
-    """It strays no further than a few times as far as a job that shares sequences from the start."""
+    """It strays no further than a few times as far as a job that shares sequences all along."""
     fixed, wide = jobs("fixed").ran.metrics, jobs("wide").ran.metrics
     limits = allowed(gaps(fixed, wide, FIGURES_HERE))
     assert max(limits.values()) < TELLING, limits

@@ -18,8 +18,8 @@ from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.resuming import Piece, fill
-from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.settings import VerlSettings
+from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.standing import Ranks, train_units
 from nereus_adapters.verl.ulysses import Ulysses, shared_out
 from nereus_core.cluster import Device
@@ -215,8 +215,8 @@ OTHER_GROUP = {
             "the delta_sharded checkpoint engine cannot take up new replicas",
         ),
         ({"actor": {"strategy": "fsdp"}}, "the actor's engine is fsdp;"),
-        ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
-        ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
+        ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron: tensors"),
+        ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron: tensors"),
         ({"model": {"lora_rank": 8}}, "the actor's LoRA"),
         ({"critic": {"model": {"lora_rank": 8}}}, "the critic's LoRA"),
         ({"rollout": {"data_parallel_size": 2}}, "data_parallel_size=2"),
