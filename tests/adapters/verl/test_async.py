@@ -21,7 +21,8 @@ PLANS = {
 }
 """Devices 0 and 1 are the trainers', 2 the replica's, the others are Ray's to give. From step 6 on
 devices go from pool to pool in one transition: one of a replica, then one that verl gave the
-trainers. The replica of two lies on devices that came one by one, in placement groups of their own; the last transition comes amid step 8, and brings a replica that needs weights at once."""
+trainers. The replica of two lies on devices that came one by one, in placement groups of their own.
+The last transition comes amid step 8, and brings a replica that needs weights at once."""
 MOMENTS = [str(moment) for moment in PLANS]
 REFUSED = 3
 THRESHOLD = 4

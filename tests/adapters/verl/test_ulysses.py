@@ -112,6 +112,12 @@ def test_ranks_share_sequences_as_they_should(case):
                 assert told["parts"][role] == [rank // degree, rank % degree == 0]
 
 
+def test_ranks_leave_the_process_groups_of_engines_that_went(case):
+    """On accelerators each holds memory: the world's, two meshes of two engines, the rollout's."""
+    for record in case.job.forced:
+        assert {told["groups"] <= 1 + 2 * 4 + 3 for told in record["shared"]} == {True}
+
+
 def test_each_rank_attends_with_its_part_of_the_heads(case):
     """Of four heads: that is what sharing a sequence means for attention."""
     for record in case.job.forced:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from nereus_adapters.verl.bundles import Bundle, runs
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
@@ -123,6 +124,14 @@ def test_a_degree_that_follows_shard_groups_has_to_be_theirs_from_the_start():
         Ulysses.of(facts(engine("actor", 2)), follow)
     with pytest.raises(ConfigError, match=r"critic\.model\.use_remove_padding=true"):
         Ulysses.of(facts(engine("critic", 1, packs=False)), follow)
+
+
+def test_bundles_are_cut_where_neighbors_end():
+    one, other = SimpleNamespace(id="a"), SimpleNamespace(id="b")
+    places = [(one, 0), (one, 1), (one, 3), (other, 4), (other, 3)]
+    held = {d: Bundle(*place) for d, place in zip(DEVICES, places, strict=False)}
+    cut = [[DEVICES.index(d) for d in run] for run in runs(held)]
+    assert cut == [[0, 1], [2], [3], [4]]
 
 
 def test_a_device_is_known_by_its_name_or_by_the_key():

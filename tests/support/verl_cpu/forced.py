@@ -77,6 +77,7 @@ def sharing(worker):
         "heads": seen,
         "patch": flash_attention._flash_attention_forward.__module__,
         "outside": get_ulysses_sequence_parallel_group() is None,
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
         "degrees": {
             role: held.engine.ulysses_sequence_parallel_size
             for role, held in training_workers(worker)
