@@ -10,7 +10,7 @@ from typing import Self
 
 from nereus_core.cluster import Device
 from nereus_core.errors import PlanError
-from nereus_core.layout import Layout, layout_problems
+from nereus_core.layout import Layout, stage_problems
 from nereus_core.units import UnitMap
 from nereus_core.workload import Job, ModelStage
 
@@ -139,7 +139,7 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     ]
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
-        problems += [f"{stage}: {p}" for p in layout_problems(job.model(stage), placement.layout)]
+        problems += [f"{stage}: {p}" for p in stage_problems(job, stage, placement.layout)]
         listed = [d for unit in placement.units for d in unit]
         if not placement.units:
             problems.append(f"{stage} has no unit")

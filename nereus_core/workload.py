@@ -191,6 +191,9 @@ class Job:
     """Sequences that a framework shares out by device where others do by unit (FSDP): the devices
     of every stage but generation must divide them, and each computes its own with the whole model's
     activations, ``micro_batch`` at a time; None where it does not."""
+    row_cut: frozenset[ModelStage] = frozenset()
+    """Model-stages whose ranks cut every tensor by rows (FSDP): any number of them may hold a copy,
+    whatever heads there are; heads bind them where they share sequences (``sequence_parallel``)."""
     sequence_ranks: Mapping[ModelStage, int] = field(default_factory=dict)
     """Devices that share each sequence of a stage under ``device_batch``, whatever its layout
     (Ulysses sequence parallelism); 1 where a stage is not named."""

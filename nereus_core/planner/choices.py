@@ -11,7 +11,7 @@ import numpy as np
 
 from nereus_core.cost.op_classes import BoolArray, IntArray
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.layout import Layout, layout_problems, layouts
+from nereus_core.layout import Layout, stage_layouts, stage_problems
 from nereus_core.plan import Plan
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import Shape
@@ -92,11 +92,10 @@ def choices_of(
         NoFeasiblePlan: the stage has none.
     """
     total = sum(node_sizes)
-    model = job.model(stage)
     now = None if current is None else current.get(stage)
     if stage in constraints.pinned:
         pinned = constraints.pinned[stage]
-        if problems := layout_problems(model, pinned):
+        if problems := stage_problems(job, stage, pinned):
             raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {problems[0]}")
         for name, degree, most in (
             ("max_tp", pinned.tp, constraints.max_tp),
@@ -106,8 +105,8 @@ def choices_of(
                 raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {name} is {most}")
         known: tuple[Layout, ...] = (pinned,)
     else:
-        known = layouts(model, total, constraints.degrees)
-        if now is not None and now.layout not in known and not layout_problems(model, now.layout):
+        known = stage_layouts(job, stage, total, constraints.degrees)
+        if now and now.layout not in known and not stage_problems(job, stage, now.layout):
             known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
     units = _divisors(job.global_batch, total)
     free = job.device_batch is None and job.unit_batch is None

@@ -10,7 +10,7 @@ from planner_cases import small_problem
 
 from nereus_core.cost import CostModel
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.layout import Layout, layout_problems
+from nereus_core.layout import Layout, stage_problems
 from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner import Constraints, best
 from nereus_core.planner.groups import packed
@@ -35,7 +35,7 @@ def placements(job, stage, devices) -> list[Placement]:
             tp * pp * dp == len(devices)
             and job.global_batch % dp == 0
             and shared_out(job, stage, len(devices), dp)
-            and not layout_problems(job.model(stage), layout)
+            and not stage_problems(job, stage, layout)
             and (placement := packed(layout, dp, devices)) is not None
         ):
             found.append(placement)
@@ -62,6 +62,12 @@ def by_device(job, seed):
     return {"device_batch": job.global_batch // (1 + seed % 2)}
 
 
+def by_rows(job, seed):
+    """Any number of ranks may hold a copy, whatever heads there are."""
+    cut = frozenset(s for s in job.workload.stages if s.stage is not Stage.GENERATE)
+    return {**by_device(job, seed), "row_cut": cut}
+
+
 def in_pairs(job, seed):
     """Of one stage two devices share each sequence."""
     training = [s for s in job.workload.stages if s.stage is Stage.TRAIN]
@@ -72,7 +78,7 @@ def by_unit(job, seed):
     return {"unit_batch": max(1, job.global_batch // 2), "sequence_parallel": True}
 
 
-@pytest.mark.parametrize("ways", [by_device, in_pairs, by_unit])
+@pytest.mark.parametrize("ways", [by_device, by_rows, in_pairs, by_unit])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_plan_with_all_stages_in_the_same_processes_is_exact(seed, ways):
     cost, lengths = small_problem(seed)

@@ -101,13 +101,11 @@ def _sharing(trainer: Any, ulysses: Ulysses) -> dict[str, Any]:
         reference=_has_reference(trainer),
     )
     tokens = int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else None
+    how = {"row_cut": frozenset(ROLES.values()), "micro_tokens": tokens}
     if ulysses.follows:
-        return {"unit_batch": shared, "sequence_parallel": True, "micro_tokens": tokens}
-    return {
-        "device_batch": shared,
-        "sequence_ranks": {ROLES[role]: n for role, n in ulysses.now.items()},
-        "micro_tokens": tokens,
-    }
+        return {**how, "unit_batch": shared, "sequence_parallel": True}
+    ranks = {ROLES[role]: degree for role, degree in ulysses.now.items()}
+    return {**how, "device_batch": shared, "sequence_ranks": ranks}
 
 
 def _megatron(actor: Any) -> dict[str, Any]:
