@@ -33,7 +33,12 @@ def spelled(trainer: Any, current: Plan, wanted: Plan) -> str:
         )
         for engine in Ranks.of(workers, ANSWER_S).facts[0].engines
     }
+    follows = settings.ulysses == "follow"
     try:
-        return " ".join(overrides(current, wanted, engines, follows=settings.ulysses == "follow"))
+        words = overrides(current, wanted, engines, follows=follows)
     except ValueError as error:
         return f"(verl has no overrides for it: {error})"
+    if follows and int(parts["actor"].get("ulysses_sequence_parallel_size", 1)) > 1:
+        # The old key, also the reference's default, counts before the engines' own where it is set.
+        words += ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",)
+    return " ".join(words)
