@@ -194,6 +194,8 @@ class Job:
     row_cut: frozenset[ModelStage] = frozenset()
     """Model-stages whose ranks cut every tensor by rows (FSDP): any number of them may hold a copy,
     whatever heads there are; heads bind them where they share sequences (``sequence_parallel``)."""
+    kv_heads_cut: frozenset[ModelStage] = frozenset()
+    """Model-stages whose units cut key/value heads and copy none: tp must divide their number."""
     sequence_ranks: Mapping[ModelStage, int] = field(default_factory=dict)
     """Devices that share each sequence of a stage under ``device_batch``, whatever its layout
     (Ulysses sequence parallelism); 1 where a stage is not named."""

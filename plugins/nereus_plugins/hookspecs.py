@@ -12,6 +12,17 @@ if TYPE_CHECKING:
 
 
 @hookspec(firstresult=True)
+def nereus_register_engine(name: str) -> bool | None:
+    """Make the adapter's own training engine known to the framework in this process.
+
+    Returns True where there is one. Stops at the first result that is not None.
+
+    Called on: every process that imports the framework's engines.
+    Called when: they have been imported, in a job that has asked for the adapter's own.
+    """
+
+
+@hookspec(firstresult=True)
 def nereus_saved_ranks(name: str, handle: Any, part: str, folder: Path) -> int | None:
     """Say how many ranks saved a checkpoint that the framework could not load itself.
 

@@ -36,12 +36,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     Raises:
         ConfigError: a key under ``nereus`` cannot be used; better at once than after an hour.
     """
-    from omegaconf import OmegaConf
-
-    keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
-    sharded = str(config.actor_rollout_ref.actor.strategy).startswith("fsdp")
-    defaults = {"constraints": {"max_pp": 1}} if sharded else None  # FSDP has no pipeline stages
-    found = settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
+    found = asked(config)
     if found is None:
         return trainer(config, *args, **kwargs)
     settings = _bounded(found, config)
@@ -125,6 +120,16 @@ def _spelled(trainer: Any, current: Plan, wanted: Plan) -> str | None:
     asked = {"handle": trainer, "current": current, "wanted": wanted}
     found: str | None = registry.ask(FRAMEWORK, "nereus_overrides", **asked)
     return found
+
+
+def asked(config: Any) -> NereusConfig | None:
+    """Return the settings of a job that has a ``nereus`` section; None unless it is switched on."""
+    from omegaconf import OmegaConf
+
+    keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
+    sharded = str(config.actor_rollout_ref.actor.strategy).startswith("fsdp")
+    defaults = {"constraints": {"max_pp": 1}} if sharded else None  # FSDP has no pipeline stages
+    return settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
 
 
 def _bounded(settings: NereusConfig, config: Any) -> NereusConfig:

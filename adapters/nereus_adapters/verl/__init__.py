@@ -112,6 +112,17 @@ def nereus_conformance_harness(
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own
+def nereus_register_engine(name: str) -> bool | None:
+    """Make Nereus's own training engine known to verl in this process."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.tensor_parallel import register
+
+    register()
+    return True
+
+
+@hookimpl(optionalhook=True)  # the plugin room's own
 def nereus_saved_ranks(name: str, handle: object, part: str, folder: Path) -> int | None:
     """Say how many ranks saved a checkpoint, where verl cannot load it on those there are."""
     if name != NAME:

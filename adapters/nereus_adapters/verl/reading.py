@@ -87,12 +87,12 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        **(_sharing(trainer, ulysses) if shards else _megatron(actor)),
+        **(_sharing(trainer, ulysses, settings) if shards else _megatron(actor)),
     )
 
 
-def _sharing(trainer: Any, ulysses: Ulysses) -> dict[str, Any]:
-    """Say how verl shares a batch out among the ranks of its FSDP engines, as fields of a Job."""
+def _sharing(trainer: Any, ulysses: Ulysses, settings: VerlSettings) -> dict[str, Any]:
+    """Say how a batch and a model are shared out among ranks of an FSDP2 engine, for a Job."""
     actor = trainer.config.actor_rollout_ref.actor
     shared = shared_out(
         trainer.config,
@@ -101,7 +101,10 @@ def _sharing(trainer: Any, ulysses: Ulysses) -> dict[str, Any]:
         reference=_has_reference(trainer),
     )
     tokens = int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else None
-    how = {"row_cut": frozenset(ROLES.values()), "micro_tokens": tokens}
+    stages = frozenset(ROLES.values())
+    if settings.engine == "tp":  # its degrees of Ulysses are 1
+        return {"unit_batch": shared, "kv_heads_cut": stages}
+    how = {"row_cut": stages, "micro_tokens": tokens}
     if ulysses.follows:
         return {**how, "unit_batch": shared, "sequence_parallel": True}
     ranks = {ROLES[role]: degree for role, degree in ulysses.now.items()}
@@ -111,6 +114,18 @@ def _sharing(trainer: Any, ulysses: Ulysses) -> dict[str, Any]:
 def _megatron(actor: Any) -> dict[str, Any]:
     """Say how ranks of a Megatron unit share activations, as fields of a Job."""
     return {"sequence_parallel": bool(actor.megatron.get("sequence_parallel", True))}
+
+
+def require_engine(facts: WorkerFacts, settings: VerlSettings) -> None:
+    """Raise ConfigError unless the processes train with the engine that settings name."""
+    for engine in facts.engines:
+        if engine.tensor_parallel != (settings.engine == "tp"):
+            runs = "tp" if engine.tensor_parallel else "verl"
+            raise ConfigError(
+                "backend.engine",
+                f"it is {settings.engine!r}, and the {engine.role} trains with {runs!r}; the tp "
+                "engine is one of strategy=fsdp2, and Ray has to be started by verl's own command",
+            )
 
 
 def _has_reference(trainer: Any) -> bool:

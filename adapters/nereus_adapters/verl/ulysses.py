@@ -41,6 +41,8 @@ class Ulysses:
         Raises:
             ConfigError: degrees are to follow shard groups and do not as the job starts, or cannot.
         """
+        if settings.ulysses == "follow" and settings.engine == "tp":
+            raise ConfigError("backend.ulysses", "the tp engine shares no sequences; use keep")
         found = cls(
             {engine.role: engine.sequence_ranks for engine in facts.engines},
             settings.ulysses == "follow",

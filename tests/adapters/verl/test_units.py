@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nereus_adapters.verl.bundles import Bundle, runs
+from nereus_adapters.verl.cuts import ROWS
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
@@ -68,7 +69,7 @@ def test_megatron_ranks_run_over_tp_then_units_then_stages():
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 8))
 def test_boxes_are_cut_as_torch_cuts(rows, ranks):
     unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    boxes = [found["w"] for found in shard_boxes({"w": (rows, 3)}, unit)]
+    boxes = [found["w"] for found in shard_boxes({"w": (rows, 3)}, unit, {"w": ROWS})]
     chunks = torch.arange(rows * 3).reshape(rows, 3).chunk(ranks)
     assert [box.shape[0] for box in boxes if box.num_elements] == [len(c) for c in chunks]
     assert [box.offset[0] for box in boxes[: len(chunks)]] == [int(c[0, 0]) // 3 for c in chunks]
@@ -268,7 +269,7 @@ def test_a_part_that_is_in_no_file_is_named():
 
 def piece_of(whole, ranks, rank):
     unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    box = shard_boxes({"w": tuple(whole.shape)}, unit)[rank]["w"]
+    box = shard_boxes({"w": tuple(whole.shape)}, unit, {"w": ROWS})[rank]["w"]
     return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
 
 
