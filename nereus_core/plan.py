@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Self
 
 from nereus_core.cluster import Device
-from nereus_core.errors import LayoutError, PlanError
-from nereus_core.layout import Layout, layout_problems
+from nereus_core.errors import PlanError
+from nereus_core.layout import Layout, stage_problems
 from nereus_core.units import UnitMap
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import Job, ModelStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,36 +139,20 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     ]
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
-        problems += [f"{stage}: {p}" for p in stage_layout_problems(job, stage, placement.layout)]
+        problems += [f"{stage}: {p}" for p in stage_problems(job, stage, placement.layout)]
         listed = [d for unit in placement.units for d in unit]
         if not placement.units:
             problems.append(f"{stage} has no unit")
-        elif (batch := job.unit_share(stage)) % placement.dp:
-            problems.append(f"{stage}: dp={placement.dp} does not divide batch {batch}")
+        elif job.global_batch % placement.dp:
+            problems.append(f"{stage}: dp={placement.dp} does not divide batch {job.global_batch}")
         if len(listed) != len(set(listed)):
             problems.append(f"{stage}: a device is in two units")
         if any(len(unit) != placement.layout.num_devices for unit in placement.units):
             problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
         problems += [f"{stage}: {d} is not healthy" for d in sorted(set(listed) - healthy)]
-        shared = job.device_batch if stage.stage is not Stage.GENERATE else None
-        if shared is not None and listed and shared % len(listed):
-            problems.append(f"{stage}: {len(listed)} devices do not divide {shared} sequences")
+        if listed and (problem := job.share_problem(stage, len(listed), placement.dp)):
+            problems.append(f"{stage}: {problem}")
     return (*problems, *place_problems(plan, job))
-
-
-def stage_layout_problems(job: Job, stage: ModelStage, layout: Layout) -> tuple[str, ...]:
-    """Say why a stage of a job cannot have a layout, or return () when it can."""
-    model = job.model(stage)
-    problems = layout_problems(model, layout)
-    if not problems and stage in job.kv_heads_cut and model.num_kv_heads % layout.tp:
-        return (f"tp={layout.tp} does not divide num_kv_heads={model.num_kv_heads}",)
-    return problems
-
-
-def check_stage_layout(job: Job, stage: ModelStage, layout: Layout) -> None:
-    """Raise LayoutError unless a stage of a job can have a layout."""
-    if problems := stage_layout_problems(job, stage, layout):
-        raise LayoutError(layout, job.model(stage).name, problems)
 
 
 def place_problems(plan: Plan, job: Job) -> tuple[str, ...]:

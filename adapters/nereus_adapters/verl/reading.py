@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.sleeping import asleep_bytes
+from nereus_adapters.verl.standing import ROLES
+from nereus_adapters.verl.ulysses import Ulysses, shared_out
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.device_specs import CPU_SEAT, DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
@@ -39,6 +40,7 @@ def job_of(
     facts: WorkerFacts,
     devices: Sequence[Device],
     settings: VerlSettings,
+    ulysses: Ulysses,
     *,
     hybrid: bool,
     sleepers: int = 0,
@@ -50,6 +52,7 @@ def job_of(
         facts: Of the first worker of the actor.
         devices: All that the job may use.
         settings: ``nereus.backend``.
+        ulysses: Ranks that share each sequence.
         hybrid: Whether rollouts share the trainers' processes.
         sleepers: Replicas that may sleep beside a device, out of service.
     """
@@ -60,17 +63,12 @@ def job_of(
     prompt, response = int(rollout.prompt_length), int(rollout.response_length)
     models = {"actor": ModelSpec.from_hf_config(engines["actor"].hf_config, name="actor")}
     if trainer.use_critic:
-        spec = ModelSpec.from_hf_config(engines["critic"].hf_config, name="critic")
-        models["critic"] = spec.as_critic("critic")
+        critic = ModelSpec.from_hf_config(engines["critic"].hf_config, name="critic")
+        models["critic"] = critic.as_critic("critic")
     if _has_reference(trainer):
         models["ref"] = ModelSpec.from_hf_config(engines["ref"].hf_config, name="ref")
     workload = _workload(trainer)
     stages = workload.stages
-    own = settings.engine == "tp"
-    shared = None
-    if shards:
-        critic, reference = bool(trainer.use_critic), _has_reference(trainer)
-        shared = shared_out(config, critic=critic, reference=reference)
     precision = _precision(engines["actor"].params_dtype, actor) if shards else BFLOAT16_MIXED
     weights_bytes = precision.kept_bytes(Stage.GENERATE) * models["actor"].num_params
     return Job(
@@ -89,51 +87,33 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        device_batch=None if own else shared,
-        unit_batch=shared if own else None,
-        kv_heads_cut=frozenset(s for s in stages if own and s.stage is not Stage.GENERATE),
+        **(_sharing(trainer, ulysses, settings) if shards else _megatron(actor)),
     )
 
 
-def shared_out(config: Any, *, critic: bool, reference: bool) -> int:
-    """Return what the ranks of every engine have to divide.
-
-    verl gives each rank ``sequences / ranks`` of a (mini-)batch and asserts that they fill whole
-    micro-batches (workers/engine/utils.py, prepare_micro_batches), where those have a fixed size.
-    """
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    each, batch = int(rollout.n), int(config.data.train_batch_size)
-    dynamic, micro = actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu
-    parts = [
-        (actor, int(actor.ppo_mini_batch_size), dynamic, micro),
-        (actor, batch, dynamic, rollout.log_prob_micro_batch_size_per_gpu),
-    ]
-    if reference:
-        ref = config.actor_rollout_ref.ref
-        micro = ref.get("log_prob_micro_batch_size_per_gpu")
-        parts.append((ref, batch, ref.get("log_prob_use_dynamic_bsz", False), micro))
-    if critic:
-        own, micro = config.critic, config.critic.ppo_micro_batch_size_per_gpu
-        parts.append((own, int(own.ppo_mini_batch_size), own.use_dynamic_bsz, micro))
-        forward = own.get("forward_micro_batch_size_per_gpu") or micro
-        parts.append((own, batch, own.use_dynamic_bsz, forward))
-    return math.gcd(
-        *(
-            prompts * each * ulysses(part) // (1 if dynamic or not micro else int(micro))
-            for part, prompts, dynamic, micro in parts
-        )
+def _sharing(trainer: Any, ulysses: Ulysses, settings: VerlSettings) -> dict[str, Any]:
+    """Say how a batch and a model are shared out among ranks of an FSDP2 engine, for a Job."""
+    actor = trainer.config.actor_rollout_ref.actor
+    shared = shared_out(
+        trainer.config,
+        ulysses,
+        critic=bool(trainer.use_critic),
+        reference=_has_reference(trainer),
     )
+    tokens = int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else None
+    stages = frozenset(ROLES.values())
+    if settings.engine == "tp":  # its degrees of Ulysses are 1
+        return {"unit_batch": shared, "kv_heads_cut": stages}
+    how = {"row_cut": stages, "micro_tokens": tokens}
+    if ulysses.follows:
+        return {**how, "unit_batch": shared, "sequence_parallel": True}
+    ranks = {ROLES[role]: degree for role, degree in ulysses.now.items()}
+    return {**how, "device_batch": shared, "sequence_ranks": ranks}
 
 
-def ulysses(part: Any) -> int:
-    """Return the ranks that share a sequence of the actor, the reference or the critic.
-
-    verl has the key twice, the old one beside the engine's (``fsdp_config``, ``fsdp`` for the
-    critic), and takes the old one over into the other where it is more than 1.
-    """
-    engines = (part, part.get("fsdp_config"), part.get("fsdp"))
-    degrees = (e.get("ulysses_sequence_parallel_size") for e in engines if e is not None)
-    return max(1, *(int(degree or 1) for degree in degrees))
+def _megatron(actor: Any) -> dict[str, Any]:
+    """Say how ranks of a Megatron unit share activations, as fields of a Job."""
+    return {"sequence_parallel": bool(actor.megatron.get("sequence_parallel", True))}
 
 
 def require_engine(facts: WorkerFacts, settings: VerlSettings) -> None:

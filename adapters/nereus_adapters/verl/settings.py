@@ -29,6 +29,10 @@ class VerlSettings(BaseModel):
     max_devices: int | None = Field(None, ge=1)
     """Devices that the job may grow to, out of what Ray has free; its own by default."""
 
+    ulysses: Literal["keep", "follow"] = "keep"
+    """What becomes of verl's ``ulysses_sequence_parallel_size`` when shard groups change: it stays
+    as configured, or every shard group shares its sequences."""
+
     sleeping_replicas: int = Field(1, ge=0)
     """Rollout replicas beside each device that may sleep out of service, to be woken when their
     layout comes back: one is what two layouts need that take turns. Where replicas keep their
