@@ -129,7 +129,7 @@ def test_key_value_heads_that_ranks_cannot_share_are_refused_by_name(outcomes):
     ("kind", "more", "said"),
     [
         ("gpt2", {}, "no tensor-parallel plan for GPT2LMHeadModel"),
-        ("phi3", {"pad_token_id": 0}, "qkv_proj is to be shared as 'colwise_gather_output'"),
+        ("phi3", {"pad_token_id": 0}, "o_proj is to be shared as 'rowwise_split_input'"),
         ("qwen3_moe", {"num_experts": 2, "moe_intermediate_size": 8}, "is to be shared as"),
     ],
 )

@@ -59,9 +59,11 @@ def shares_of(model: nn.Module) -> dict[str, Share]:
     Raises:
         Unsupported: the model has no plan, or one that is not known.
     """
-    kind, own = type(model).__name__, getattr(model, "tp_plan", None) or {}
-    if "rowwise" not in own.values():
+    kind, layers = type(model).__name__, getattr(model, "tp_plan", None)
+    if not layers:
         raise Unsupported(FEATURE, f"transformers has no tensor-parallel plan for {kind}")
+    # An instance's plan leaves out what its class says of the head.
+    own = {**(getattr(type(model), "_tp_plan", None) or {}), **layers}
     found = {}
     for name, module in model.named_modules():
         style = _style(own, name)
