@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from nereus_core.admission import Decision
 from nereus_core.attach import attached
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
@@ -19,6 +20,7 @@ from nereus_core.controller import Controller
 from nereus_core.errors import NoFeasiblePlan, StateLost
 from nereus_core.events import EventLog
 from nereus_core.observation import TokenStats
+from nereus_core.plan import Plan
 from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_plugins.banner import banner, refusal, say
@@ -36,6 +38,8 @@ class Session:
     _opened: ExitStack
     explain: Callable[[StateLost], StateLost] = lambda lost: lost
     """Adds to an error what is known of the framework's own checkpoints."""
+    spell: Callable[[Plan, Plan], str | None] = lambda current, wanted: None
+    """Says in the framework's own words how to start it on the second plan instead of the first."""
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
 
@@ -48,7 +52,7 @@ class Session:
         if self._closed:
             return {}
         start_s = time.perf_counter()
-        if not self._guarded(self.controller.at_boundary):
+        if not self._guarded(lambda: self._advise(self.controller.at_boundary())):
             return {}
         held_s = time.perf_counter() - start_s
         return self.figures.drained(self.controller.plan, self.controller.predicted_s, held_s)
@@ -64,7 +68,18 @@ class Session:
         """
         if not self._closed:
             stats = TokenStats.of(list(prompt)), TokenStats.of(list(response))
-            self._guarded(lambda: self.controller.before_training(*stats))
+            self._guarded(lambda: self._advise(self.controller.before_training(*stats)))
+
+    def _advise(self, decision: Decision | None) -> None:
+        """In mode advise, say how the user would have what was decided on; once for each plan."""
+        if decision is None or not decision.admitted or self.adapts:
+            return
+        wanted = decision.candidate_plan
+        if wanted is None or str(wanted) in self._said:
+            return
+        self._said.add(str(wanted))
+        if words := self.spell(decision.current_plan, wanted):
+            say(f"[nereus] advice after step {decision.step}: {wanted}; to start on it: {words}")
 
     def _guarded(self, decide: Callable[[], object]) -> bool:
         """Let the controller do its work; what it raises ends the job in mode adapt alone.
