@@ -59,7 +59,7 @@ def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
         facts.cluster(tuple(running.bundles), kind, section),
         _num_steps(trainer),
     )
-    supply = Supply(job.cluster.devices, Path(config.run_dir) / FILE)
+    supply = Supply(lambda: running.devices, Path(config.run_dir) / FILE)
     adapter = OpenRLHFAdapter(running, job, version("openrlhf"), supply)
     if config.enabled and config.mode == "adapt":
         adapter.warm()

@@ -87,8 +87,10 @@ class OpenRLHFHarness:
             }
         pg = placement_group([{"GPU": 1, "CPU": 1}] * 4)
         outcome(pg.ready(), "four devices of the harness's Ray", WAIT_S)
-        self._cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
-        self._bundles = {d: Bundle(pg, i) for i, d in enumerate(self._cluster.devices)}
+        node = ray.util.get_node_ip_address()
+        devices = tuple(Device(node, index) for index in range(4))
+        self._cluster = Cluster(devices, CPU_SEAT, LOOPBACK, LOOPBACK)
+        self._bundles = {d: Bundle(pg, i, i) for i, d in enumerate(self._cluster.devices)}
         self._kept = Kept()
         self._numbers = {
             harness_assets.prompt(n): n
@@ -174,7 +176,7 @@ class OpenRLHFHarness:
         per_group(running.trainer.experience_maker)
         self._listen_to_prompts(running.trainer)
         self._adapter = OpenRLHFAdapter(
-            running, job, version("openrlhf"), Supply((), self._folder / FILE)
+            running, job, version("openrlhf"), Supply(lambda: running.devices, self._folder / FILE)
         )
         self._adapter.warm()
 

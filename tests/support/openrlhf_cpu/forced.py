@@ -8,8 +8,9 @@ steps. `OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of de
 back from then on, none where it is empty; what Nereus does about it is its own decision.
 `OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained" or "killed", which is what becomes of the Ray
 node at 127.0.0.2 before the boundary of that step; "killed amid generation", "... experience" or
-"... broadcast" strikes in the step that follows, and Nereus is told nothing. Devices of that node
-are called "away:0", those of the other "home:0" in what `OPENRLHF_TEST_FORCE` holds.
+"... broadcast" strikes in the step that follows, and Nereus is told nothing; "came" lets it come in
+the first place. Devices of that node are called "away:0", those of the other "home:0", and those
+that the job may have from Ray "free:0" in what `OPENRLHF_TEST_FORCE` holds.
 """
 
 import json
@@ -24,6 +25,9 @@ from post_import import on_import
 
 _began_on = {}
 """Devices of each stage before the first transition."""
+
+_free = {}
+"""Devices that were free when the first of them was asked for."""
 
 
 def _plan(session, wanted):
@@ -41,10 +45,18 @@ def _plan(session, wanted):
 
 
 def _device(session, stage, name):
-    """Find a device by its index among those that a stage began on, or by node and index."""
+    """Find a device by its index among those that a stage began on, or by node and index.
+
+    What is free keeps its name in later steps, when it is the job's.
+    """
     if isinstance(name, int):
         return _began_on[stage][name]
     where, index = name.split(":")
+    if where == "free":
+        if name not in _free:
+            offered = sorted(session.controller._adapter._running.offered)
+            _free.update({f"free:{number}": device for number, device in enumerate(offered)})
+        return _free[name]
     devices = session.controller._adapter.job().cluster.devices
     return [d for d in devices if (d.node == forced_nodes.NODE) == (where == "away")][int(index)]
 

@@ -79,6 +79,7 @@ def look(session):
     running = session.controller._adapter._running
     found = {"at": {}, "plan": session.controller.plan.to_json(), "time": time.time()}
     found["seated"] = len(running.seated)
+    found["free"] = _free_gpus()
     for stage in running.groups:
         if str(stage).endswith("train"):
             handles = running.handles(stage)
@@ -86,6 +87,20 @@ def look(session):
             found["at"][str(stage)] = seen[0]
             found["world", str(stage)] = len(handles)
     return {(k if isinstance(k, str) else "/".join(k)): v for k, v in found.items()}
+
+
+def _free_gpus():
+    """GPUs that Ray has free for anybody, once it has taken back what it is given back."""
+    from nereus_adapters.ray_bundles import free_by_node
+
+    def count():
+        return sum(free.count for free in free_by_node().values())
+
+    seen = [count()]
+    while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        time.sleep(0.1)
+        seen.append(count())
+    return seen[-1]
 
 
 def same_tokens(session):

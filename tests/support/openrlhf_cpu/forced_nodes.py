@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from forced_faults import once
 
@@ -9,7 +10,10 @@ NODE = "127.0.0.2"
 
 
 def strike(session, becomes):
-    """Announce that the second node will leave, or end it; returns when Nereus can see it."""
+    """Announce that the second node will leave, end it, or let it come.
+
+    Returns when Nereus can see it.
+    """
     import ray
     from ray._raylet import GcsClient
 
@@ -21,6 +25,9 @@ def strike(session, becomes):
         accepted, why = client.drain_node(node_id, preempted, "spot notice", deadline_ms)
         assert accepted, why
         look = supply.leaving
+    elif becomes == "came":
+        (Path(os.environ["OPENRLHF_TEST_SEEN"]).parent / "node-is-to-come").touch()
+        look = _free_there
     else:
         _kill_node()
         look = supply.gone
@@ -28,6 +35,12 @@ def strike(session, becomes):
     while not look():
         assert time.monotonic() < deadline_s, f"node {NODE} {becomes}, and Ray does not say so"
         time.sleep(0.1)
+
+
+def _free_there():
+    from nereus_adapters.ray_bundles import free_by_node
+
+    return NODE in (free := free_by_node()) and free[NODE].count == 2
 
 
 def _pids_there(session):
