@@ -61,12 +61,12 @@ def test_engines_and_ranks_go_to_devices_that_ray_has_free_and_leave_them(assets
 
 
 def test_a_job_spreads_to_a_node_that_comes_and_leaves_it_when_ray_drains_it(assets, tmp_path):
-    """What to do about it is Nereus's own decision."""
+    """What to do is Nereus's own decision. Ray ends the node when nothing is left there."""
     ran, (came, notice, end), events = adapt(
         assets,
         tmp_path,
         {},
-        node={"2": "came", "4": "drained", "5": "killed"},
+        node={"2": "came", "4": "drained", "5": "gone"},
         admission="saving>0",
         max_devices=4,
         data__max_samples=56,
