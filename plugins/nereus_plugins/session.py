@@ -36,6 +36,8 @@ class Session:
     _opened: ExitStack
     explain: Callable[[StateLost], StateLost] = lambda lost: lost
     """Adds to an error what is known of the framework's own checkpoints."""
+    _amid_s: float = 0.0
+    """Seconds spent in the middle of steps since the last boundary."""
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
 
@@ -50,8 +52,21 @@ class Session:
         start_s = time.perf_counter()
         if not self._guarded(self.controller.at_boundary):
             return {}
-        held_s = time.perf_counter() - start_s
-        return self.figures.drained(self.controller.plan, self.controller.predicted_s, held_s)
+        held_s, amid_s = time.perf_counter() - start_s, self._amid_s
+        self._amid_s = 0.0
+        plan, predicted_s = self.controller.plan, self.controller.predicted_s
+        return self.figures.drained(plan, predicted_s, held_s, amid_s)
+
+    def amid_step(self) -> None:
+        """Do all that is done at a boundary in the middle of a step, which a lost node cut short.
+
+        What it brought is among the figures of the next boundary.
+
+        Raises:
+            NereusError: in mode adapt, when the job cannot go on.
+        """
+        if not self._closed:
+            self._amid(self.controller.at_boundary)
 
     def before_training(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Say how long the sequences of a batch are that is about to be trained on.
@@ -64,7 +79,12 @@ class Session:
         """
         if not self._closed:
             stats = TokenStats.of(list(prompt)), TokenStats.of(list(response))
-            self._guarded(lambda: self.controller.before_training(*stats))
+            self._amid(lambda: self.controller.before_training(*stats))
+
+    def _amid(self, decide: Callable[[], object]) -> None:
+        start_s = time.perf_counter()
+        self._guarded(decide)
+        self._amid_s += time.perf_counter() - start_s
 
     def _guarded(self, decide: Callable[[], object]) -> bool:
         """Let the controller do its work; what it raises ends the job in mode adapt alone.

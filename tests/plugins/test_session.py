@@ -70,3 +70,23 @@ def test_lost_state_is_told_with_what_a_framework_knows_of_its_checkpoints(
     assert session.lost == frozenset()  # it is closed
     *_, (last, _) = read_events(tmp_path / "events.jsonl")
     assert last.outcome.endswith("the newest checkpoint is ckpt/7.")
+
+
+def test_seconds_spent_in_the_middle_of_a_step_are_told_at_the_next_boundary(
+    launched, tmp_path, settings
+):
+    session = open_session("sim", launched.handle, settings(mode="adapt"))
+    launched.step()
+    assert session.at_boundary()["nereus/amid_step_s"] == 0.0
+    lost = sorted(session.controller.plan.devices)[0]
+    launched.handle.fail(lost)
+    assert session.lost == {lost}
+    session.amid_step()
+    assert session.lost == frozenset()
+    launched.step()
+    figures = session.at_boundary()
+    assert figures["nereus/amid_step_s"] > 0.0
+    assert figures["nereus/transitions"] == 1.0
+    launched.step()
+    assert session.at_boundary()["nereus/amid_step_s"] == 0.0
+    session.close()

@@ -6,11 +6,11 @@ goes to `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` hold
 names of faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between
 steps. `OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of devices that are asked
 back from then on, none where it is empty; what Nereus does about it is its own decision.
-`OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained" or "killed", which is what becomes of the Ray
-node at 127.0.0.2 before the boundary of that step; "killed amid generation", "... experience" or
-"... broadcast" strikes in the step that follows, and Nereus is told nothing; "came" lets it come in
-the first place. Devices of that node are called "away:0", those of the other "home:0", and those
-that the job may have from Ray "free:0" in what `OPENRLHF_TEST_FORCE` holds.
+`OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained", "gone" or "killed", which is what becomes of
+the Ray node at 127.0.0.2 before the boundary of that step; "killed amid generation", "...
+experience" or "... broadcast" strikes in the step that follows, and Nereus is told nothing; "came"
+lets it come in the first place. Devices of that node are called "away:0", those of the other
+"home:0", and those that the job may have from Ray "free:0" in what `OPENRLHF_TEST_FORCE` holds.
 """
 
 import json
@@ -75,15 +75,16 @@ def _session(module):
     leave = json.loads(os.environ.get("OPENRLHF_TEST_LEAVE", "{}"))
     node = json.loads(os.environ.get("OPENRLHF_TEST_NODE", "{}"))
     faults = json.loads(os.environ.get("OPENRLHF_TEST_FAULT", "{}"))
-    decide = module.Session.at_boundary
+    decide, decide_amid = module.Session.at_boundary, module.Session.amid_step
+
+    def amid_step(self):
+        _amid(self, decide_amid, self.controller._adapter._running.signals.step + 1)
 
     def at_boundary(self):
         running = self.controller._adapter._running
         step = running.signals.step + 1
         becomes = node.get(str(step), "")
         if becomes.startswith(forced_nodes.AMID):
-            if step in forced_nodes.armed:
-                return _amid(self, decide, step)
             figures = decide(self)
             forced_nodes.arm(self, step, becomes.removeprefix(forced_nodes.AMID))
             return figures
@@ -103,7 +104,7 @@ def _session(module):
             kill_an_engine(running)
         return figures
 
-    module.Session.at_boundary = at_boundary
+    module.Session.at_boundary, module.Session.amid_step = at_boundary, amid_step
 
 
 def _amid(session, decide, step):
@@ -111,12 +112,11 @@ def _amid(session, decide, step):
     killed = {"step": step, "killed": forced_nodes.killed_s[step]}
     try:
         before = None if session.lost & trains_on(session) else look(session)
-        figures = decide(session)
+        decide(session)
     except Exception as raised:
         _write(killed | _said(raised) | {"time": time.time()})
         raise
     _write(killed | {"before": before, **_after(session), "ranks on": waits_on(session)})
-    return figures
 
 
 def _force(session, step, wanted, faults):

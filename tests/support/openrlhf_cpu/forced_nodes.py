@@ -10,9 +10,10 @@ NODE = "127.0.0.2"
 
 
 def strike(session, becomes):
-    """Announce that the second node will leave, end it, or let it come.
+    """Announce that the second node will leave, await or bring about its end, or let it come.
 
-    Returns when Nereus can see it.
+    A node that drains ends by itself when nothing of Ray is left there. Returns when Nereus can see
+    what has become of it.
     """
     import ray
     from ray._raylet import GcsClient
@@ -29,7 +30,8 @@ def strike(session, becomes):
         (Path(os.environ["OPENRLHF_TEST_SEEN"]).parent / "node-is-to-come").touch()
         look = _free_there
     else:
-        _kill_node()
+        if becomes == "killed":
+            _kill_node()
         look = supply.gone
     deadline_s = time.monotonic() + 60
     while not look():
@@ -81,13 +83,10 @@ def _kill_node(pids=()):
 AMID = "killed amid "
 killed_s = {}
 """When a node was killed in a step, by the step."""
-armed = set()
-"""Steps in the middle of which a node is to be killed."""
 
 
 def arm(session, step, part):
     """Let the second node be killed in the next step, in the middle of this part of it."""
-    armed.add(step)
     trainer, pids = session.controller._adapter._running.trainer, _pids_there(session)
 
     def kill(*_):
