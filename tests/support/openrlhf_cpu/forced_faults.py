@@ -16,21 +16,32 @@ def once(module, name, before):
     setattr(module, name, replaced)
 
 
-def killed_rank():
+def own_pid(actor):
+    return os.getpid()
+
+
+def _kill(handle):
+    """End the process of an actor, and return when it has ended: Ray kills some time later."""
+    import psutil
     import ray
 
+    process = psutil.Process(ray.get(handle.__ray_call__.remote(own_pid), timeout=60))
+    process.kill()
+    _, left = psutil.wait_procs([process], timeout=60)
+    assert not left, f"{process} does not end"
+
+
+def killed_rank():
     from nereus_adapters.openrlhf import groups
 
     # before digests are compared: the last rank of the new group has its state, and dies
-    once(groups, "_verify", lambda running, stage, handles, parked: ray.kill(handles[-1]))
+    once(groups, "_verify", lambda running, stage, handles, parked: _kill(handles[-1]))
 
 
 def killed_engine():
-    import ray
-
     from nereus_adapters.openrlhf import engines
 
-    once(engines, "tie", lambda running: ray.kill(next(iter(running.engines.values()))))
+    once(engines, "tie", kill_an_engine)
 
 
 def _stopped(actor):
@@ -72,9 +83,7 @@ def hung_broadcast():
 
 
 def kill_an_engine(running):
-    import ray
-
-    ray.kill(next(iter(running.engines.values())))
+    _kill(next(iter(running.engines.values())))
 
 
 FAULTS = {

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from forced_faults import once
+from forced_faults import once, own_pid
 
 NODE = "127.0.0.2"
 
@@ -54,11 +54,7 @@ def _pids_there(session):
     for unit, engine in running.engines.items():
         if any(device.node == NODE for device in running.alive[unit].devices):
             handles.append(engine)
-    return ray.get([h.__ray_call__.remote(_own_pid) for h in handles], timeout=60)
-
-
-def _own_pid(actor):
-    return os.getpid()
+    return ray.get([h.__ray_call__.remote(own_pid) for h in handles], timeout=60)
 
 
 def _kill_node(pids=()):
