@@ -13,12 +13,7 @@ from nereus_core.events import DevicesChanged, TransitionFinished
 
 pytestmark = pytest.mark.real
 
-JOB = {
-    "algo__kl__init_coef": 0,
-    "algo__kl__use_loss": False,
-    "actor__num_gpus_per_node": 1,
-    "vllm__num_engines": 1,
-}
+NO_REFERENCE = {"algo__kl__init_coef": 0, "algo__kl__use_loss": False}
 
 
 def held(record, moment):
@@ -33,21 +28,26 @@ def test_engines_and_ranks_go_to_devices_that_ray_has_free_and_leave_them(assets
         assets,
         tmp_path,
         {
-            "1": {"actor/generate": [[0], ["free:0"]], "actor/train": [[0], ["free:1"]]},
+            "1": {
+                "actor/generate": [[0], ["free:0"]],
+                "actor/train": [[0], ["free:1"]],
+                "ref/infer": [[0], ["free:1"]],
+            },
             # one device it began with, one that joined: an engine of two placement groups
             "2": {"actor/generate": [[0, "free:0"]]},
-            "3": {"actor/generate": [[0]], "actor/train": [[0]]},
+            "3": {"actor/generate": [[0]], "actor/train": [[0]], "ref/infer": [[0]]},
         },
         max_devices=4,
         gpus=4,
+        train__colocate_actor_ref=True,
         data__max_samples=40,
-        **JOB,
     )
     one, two, three = records
     own = held(one, "before")
     assert len(own) == 2
     assert len(held(one, "after")) == len(held(two, "after")) == 4
-    assert layouts(one, "actor/train") == layouts(one, "actor/generate") == [1, 1]
+    for stage in ("actor/train", "ref/infer", "actor/generate"):
+        assert layouts(one, stage) == [1, 1]
     assert layouts(two, "actor/generate") == [2]
     assert held(three, "after") == own
     assert [record["before"]["free"] for record in records] == [2, 0, 0]
@@ -70,7 +70,7 @@ def test_a_job_spreads_to_a_node_that_comes_and_leaves_it_when_ray_drains_it(ass
         admission="saving>0",
         max_devices=4,
         data__max_samples=56,
-        **JOB,
+        **NO_REFERENCE,
     )
     own = held(came, "before")
     away = held(came, "after") - own
