@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from nereus_adapters.ray_calls import outcome
-from nereus_core.errors import DevicesMissing, SeatDead
+from nereus_core.errors import DevicesMissing, SeamBroken, SeatDead
 
 PLACED_S = 30.0
 """For Ray to place bundles on devices that it has free, those among them that it is just taking
@@ -40,9 +40,18 @@ class Free:
 
 
 def free_by_node() -> dict[str, Free]:
-    """Return what is free on each node that is alive, by address."""
-    from ray._private.state import available_resources_per_node
+    """Return what is free on each node that is alive, by address.
 
+    Source: ray._private.state.available_resources_per_node, ray 2.55.
+
+    Raises:
+        SeamBroken: this Ray does not tell it.
+    """
+    try:
+        from ray._private.state import available_resources_per_node
+    except ImportError as error:
+        where = "ray._private.state:available_resources_per_node"
+        raise SeamBroken(where, f"{error}; without backend.max_devices it is not needed") from error
     found, available = {}, available_resources_per_node()
     for node in ray.nodes():
         if node["Alive"]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nereus_core.cluster import Device
+from nereus_core.errors import SeatDead
 from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_GENERATE
 
@@ -69,7 +71,8 @@ def replenish(running: Running, num_seats: int) -> None:
             _end(seat)
     running.waiting[:] = stay
     for number in range(num_seats - len(running.waiting) if places else 0):
-        running.waiting.append(_start(running, places[number % len(places)]))
+        with suppress(SeatDead):  # its node has just gone, and the next boundary sees that
+            running.waiting.append(_start(running, places[number % len(places)]))
 
 
 def take(running: Running, unit: Unit) -> Seat:
