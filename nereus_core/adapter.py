@@ -91,7 +91,10 @@ class Adapter(Protocol):
     name: str
 
     def job(self) -> Job:
-        """Static facts; its cluster marks failed devices. Touches no device."""
+        """Static facts; its cluster marks failed devices, and may come to list more of them.
+
+        Touches no device.
+        """
         ...
 
     def units(self) -> UnitMap:

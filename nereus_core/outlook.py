@@ -45,7 +45,8 @@ class Outlook:
     def observe(self) -> Wake | None:
         """Drain what the adapter has seen, record it and learn; return what woke the controller."""
         known, before = self.known, self.now
-        seen, ignored = sane(self._adapter.observe(), before.job, known.step)
+        seen = self._adapter.observe()  # first: devices that it names may be new to the job
+        seen, ignored = sane(seen, self._adapter.job(), known.step)
         for part in ignored:
             self._num_ignored += 1
             self._log.emit(input_ignored(seen.step, part, self._num_ignored))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from nereus_conformance.subject import Subject
+from nereus_core.cluster import Device
 from nereus_core.errors import NereusError
 from nereus_core.harness import Array
 from nereus_core.units import UnitMap
@@ -22,6 +23,18 @@ def require(holds: bool, invariant: str, problem: str) -> None:
     """Fail with ``I2 state: problem`` unless something holds."""
     if not holds:
         pytest.fail(f"{invariant}: {problem}", pytrace=False)
+
+
+def nothing_left(
+    before: Mapping[Device, int], after: Mapping[Device, int], doing: str, devices: Iterable[Device]
+) -> None:
+    """Require that devices hold no more than they held before (I7)."""
+    for device in devices:
+        require(
+            after[device] <= before[device],
+            "I7 released",
+            f"{doing} left {after[device]} bytes on {device}, it had {before[device]}",
+        )
 
 
 def same_state(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nereus_conformance.arrange import Arranger
-from nereus_conformance.assertions import refused, require, same_state, same_units
+from nereus_conformance.assertions import nothing_left, refused, require, same_state, same_units
 from nereus_conformance.ties import require_apart
 from nereus_core.capabilities import Feature
 from nereus_core.errors import DevicesBusy, PrimitiveError
 from nereus_core.layout import Layout
+from nereus_core.plan import Plan
 from nereus_core.primitives import Extend, Kind, apply
 from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Stage
@@ -63,25 +64,24 @@ def test_extend_copies_optimizer_state(arrange: Arranger) -> None:
 
 @pytest.mark.needs(Kind.EXTEND)
 def test_extend_leaves_the_source_untouched(arrange: Arranger, stage: Stage) -> None:
-    """The source keeps its devices, its state and its memory.
+    """The source keeps its devices and its state, and holds no more than before; nor once linked.
 
     If this fails, check that the source sends a copy, and frees what it made to send.
     """
     subject = arrange(stage, spare=1)
     source, memory = subject.own()[0], subject.memory()
     before = subject.state(source)
-    op = subject.extend(subject.spare)
+    op, *tied = subject.completed(subject.extend(subject.spare))
     with subject.boundary():
         subject.perform(op)
         require(subject.units[source.id] == source, "I1 devices", f"{op} changed {source}")
         same_state(before, subject.state(source), f"{op}, on its source,")
-        after = subject.memory()
-        for device in source.devices:
-            require(
-                after[device] == memory[device],
-                "I7 released",
-                f"{op} left {after[device]} bytes on {device}, it had {memory[device]}",
-            )
+        nothing_left(memory, subject.memory(), f"{op}", source.devices)
+        for other in tied:
+            subject.perform(other)
+        subject.adapter.relink(Plan.of_units(subject.units))
+        same_state(before, subject.state(source), f"relink after {op}, on its source,")
+        nothing_left(memory, subject.memory(), f"relink after {op}", source.devices)
 
 
 @pytest.mark.needs(Kind.EXTEND)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from nereus_conformance.arrange import Arranger
-from nereus_conformance.assertions import partitioned, refused, require, same_state, same_units
+from nereus_conformance.assertions import (
+    nothing_left,
+    partitioned,
+    refused,
+    require,
+    same_state,
+    same_units,
+)
 from nereus_conformance.ties import require_apart
 from nereus_core.capabilities import Feature
 from nereus_core.errors import Diverged, PrimitiveError
 from nereus_core.layout import Layout
+from nereus_core.plan import Plan
 from nereus_core.primitives import Kind, Merge, apply
 from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Stage
@@ -97,7 +105,7 @@ def test_merge_across_model_stages_is_refused(arrange: Arranger) -> None:
 
 @pytest.mark.needs(Kind.MERGE, Kind.SPLIT)
 def test_merge_undoes_split(arrange: Arranger, stage: Stage) -> None:
-    """A split and the merge of its children leave state, devices and memory as they were.
+    """A split and the merge of its children leave state and devices as they were; linked, memory.
 
     If this fails, check what stays behind on a device after each.
     """
@@ -111,12 +119,14 @@ def test_merge_undoes_split(arrange: Arranger, stage: Stage) -> None:
         subject.perform(merge)
         same_state(before, subject.state(merge.into), f"{split}, {merge}")
         assert subject.own()[0].devices == parent.devices
+        nothing_left(memory, subject.memory(), f"{split}, {merge}", memory)
+        subject.adapter.relink(Plan.of_units(subject.units))
         require(subject.memory() == memory, "I7 released", f"{subject.memory()}, was {memory}")
 
 
 @pytest.mark.needs(Kind.MERGE, Kind.SPLIT)
 def test_split_undoes_merge(arrange: Arranger, stage: Stage) -> None:
-    """A merge and the split of its result leave state, devices and memory as they were.
+    """A merge and the split of its result leave state and devices as they were; linked, memory.
 
     If this fails, check what stays behind on a device after each.
     """
@@ -131,4 +141,6 @@ def test_split_undoes_merge(arrange: Arranger, stage: Stage) -> None:
         for child in split.into:
             same_state(before, subject.state(child), f"{merge}, {split}")
         assert [u.devices for u in subject.own()] == [u.devices for u in parents]
+        nothing_left(memory, subject.memory(), f"{merge}, {split}", memory)
+        subject.adapter.relink(Plan.of_units(subject.units))
         require(subject.memory() == memory, "I7 released", f"{subject.memory()}, was {memory}")

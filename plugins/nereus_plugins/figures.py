@@ -25,17 +25,22 @@ class Figures:
             self._failed += event.outcome != "done"
             self._moved_bytes += event.moved_bytes
 
-    def drained(self, plan: Plan, predicted_s: float, held_s: float) -> dict[str, float]:
+    def drained(
+        self, plan: Plan, predicted_s: float, held_s: float, amid_s: float
+    ) -> dict[str, float]:
         """Return the figures of this boundary; counts are of the whole run so far.
 
         Args:
             plan: In force now.
             predicted_s: Of the next step.
             held_s: Wall seconds that this boundary took.
+            amid_s: And those in the middle of the step before it: a batch that would not have fit
+                in memory, a node that was lost.
         """
         found = {
             "nereus/predicted_step_s": predicted_s,
             "nereus/boundary_s": held_s,
+            "nereus/amid_step_s": amid_s,
             "nereus/decisions": float(self._decisions),
             "nereus/admitted": float(self._admitted),
             "nereus/transitions": float(self._transitions),

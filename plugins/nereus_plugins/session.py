@@ -40,6 +40,8 @@ class Session:
     """Adds to an error what is known of the framework's own checkpoints."""
     spell: Callable[[Plan, Plan], str | None] = lambda current, wanted: None
     """Says in the framework's own words how to start it on the second plan instead of the first."""
+    _amid_s: float = 0.0
+    """Seconds spent in the middle of steps since the last boundary."""
     _closed: bool = False
     _said: set[str] = field(default_factory=set)
 
@@ -54,8 +56,21 @@ class Session:
         start_s = time.perf_counter()
         if not self._guarded(lambda: self._advise(self.controller.at_boundary())):
             return {}
-        held_s = time.perf_counter() - start_s
-        return self.figures.drained(self.controller.plan, self.controller.predicted_s, held_s)
+        held_s, amid_s = time.perf_counter() - start_s, self._amid_s
+        self._amid_s = 0.0
+        plan, predicted_s = self.controller.plan, self.controller.predicted_s
+        return self.figures.drained(plan, predicted_s, held_s, amid_s)
+
+    def amid_step(self) -> None:
+        """Do all that is done at a boundary in the middle of a step, which a lost node cut short.
+
+        What it brought is among the figures of the next boundary.
+
+        Raises:
+            NereusError: in mode adapt, when the job cannot go on.
+        """
+        if not self._closed:
+            self._amid(lambda: self._advise(self.controller.at_boundary()))
 
     def before_training(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Say how long the sequences of a batch are that is about to be trained on.
@@ -68,7 +83,12 @@ class Session:
         """
         if not self._closed:
             stats = TokenStats.of(list(prompt)), TokenStats.of(list(response))
-            self._guarded(lambda: self._advise(self.controller.before_training(*stats)))
+            self._amid(lambda: self._advise(self.controller.before_training(*stats)))
+
+    def _amid(self, decide: Callable[[], object]) -> None:
+        start_s = time.perf_counter()
+        self._guarded(decide)
+        self._amid_s += time.perf_counter() - start_s
 
     def _advise(self, decision: Decision | None) -> None:
         """In mode advise, say how the user would have what was decided on; once for each plan."""

@@ -23,6 +23,7 @@ from nereus_core.events import (
     Decided,
     DevicesChanged,
     EventLog,
+    InputIgnored,
     PrimitiveFinished,
     RunFinished,
     RunStarted,
@@ -224,6 +225,21 @@ def test_a_lost_device_is_survived_and_taken_back_when_it_returns():
     assert watched.job.step_number == 11
     made = [u.id for kind, op in watched.job.adapter.log if kind == "done" for u in created(op)]
     assert len(made) == len(set(made)), "an id was used twice"
+
+
+def test_devices_that_the_job_did_not_start_with_are_used_at_the_boundary_they_come():
+    job, larger = big_job(4), big_job(8)
+    watched = Watched(job, packed(job, generate=(4, 1), train=(4, 1), ref=(4, 1)))
+    watched.run(*[1500] * 4)
+    assert len(watched.controller.plan.devices) == 4
+    watched.job.grow(larger)
+    decision, *_ = watched.run(1500)
+    assert decision.trigger == "devices"
+    new = set(larger.cluster.devices) - set(job.cluster.devices)
+    assert watched.of(DevicesChanged)[-1].returned == tuple(map(str, sorted(new)))
+    assert not watched.of(InputIgnored)
+    watched.run(*[1500] * 6)
+    assert new <= watched.controller.plan.devices
 
 
 def test_nobody_can_veto_what_is_urgent():

@@ -1,5 +1,6 @@
 """Seats that wait for engines of an OpenRLHF job: how many, where, and for which units."""
 
+from collections import namedtuple
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +16,8 @@ def engine(serial, *devices):
     return Unit(UnitId(ACTOR_GENERATE, serial), Layout(len(devices)), devices)
 
 
+Bundle = namedtuple("Bundle", "pg index gpu", defaults=[None])
+"""As in `nereus_adapters.openrlhf.seats`, which needs Ray."""
 A, B = (Device("a", 0), Device("a", 1)), (Device("b", 0), Device("b", 1))
 
 
@@ -24,7 +27,9 @@ class Standing:
 
     alive: UnitMap = field(default_factory=lambda: UnitMap([engine(0, A[0]), engine(1, B[0])]))
     waiting: list = field(default_factory=list)
-    guessed: frozenset = frozenset()
+    bundles: dict = field(
+        default_factory=lambda: {d: Bundle("of the job", n, d.index) for n, d in enumerate(A + B)}
+    )
     leaving: frozenset = frozenset()
 
 
@@ -85,4 +90,21 @@ def test_a_seat_is_taken_on_the_units_node_and_started_where_none_waits(processe
 def test_a_unit_fits_on_one_node_and_on_devices_whose_index_is_known():
     assert warm.fits(Standing(), engine(2, *A))
     assert not warm.fits(Standing(), engine(2, A[0], B[0]))
-    assert not warm.fits(Standing(guessed=frozenset({A[1]})), engine(2, *A))
+    untold = Standing().bundles | {A[1]: Bundle("of the job", 1)}
+    assert not warm.fits(Standing(bundles=untold), engine(2, *A))
+    alone = Standing().bundles | {A[1]: Bundle(None, 0, 1)}
+    assert not warm.fits(Standing(bundles=alone), engine(2, *A))
+
+
+def test_an_engine_sees_the_gpus_that_ray_gave_it_whatever_they_are_called():
+    moved = Standing().bundles | {A[1]: Bundle("another", 0, 5)}
+    assert warm.visible(Standing(bundles=moved), engine(2, *A)) == "0,5"
+
+
+def test_no_seat_waits_on_a_node_of_which_the_job_holds_no_device(processes):
+    standing = Standing()
+    warm.replenish(standing, 2)
+    standing.alive = UnitMap([engine(0, A[0])])
+    standing.bundles = {d: b for d, b in standing.bundles.items() if d in A}
+    warm.replenish(standing, 2)
+    assert [seat.node for seat in standing.waiting] == ["a", "a"]

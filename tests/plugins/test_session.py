@@ -91,3 +91,23 @@ def test_what_would_be_done_is_said_in_the_frameworks_own_words_once(launched, c
     assert current == session.controller.plan != wanted  # nothing was changed
     (said,) = [line for line in capsys.readouterr().err.splitlines() if str(wanted) in line]
     assert said == f"[nereus] advice after step 0: {wanted}; to start on it: units=4"
+
+
+def test_seconds_spent_in_the_middle_of_a_step_are_told_at_the_next_boundary(
+    launched, tmp_path, settings
+):
+    session = open_session("sim", launched.handle, settings(mode="adapt"))
+    launched.step()
+    assert session.at_boundary()["nereus/amid_step_s"] == 0.0
+    lost = sorted(session.controller.plan.devices)[0]
+    launched.handle.fail(lost)
+    assert session.lost == {lost}
+    session.amid_step()
+    assert session.lost == frozenset()
+    launched.step()
+    figures = session.at_boundary()
+    assert figures["nereus/amid_step_s"] > 0.0
+    assert figures["nereus/transitions"] == 1.0
+    launched.step()
+    assert session.at_boundary()["nereus/amid_step_s"] == 0.0
+    session.close()

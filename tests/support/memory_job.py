@@ -44,6 +44,10 @@ class MemoryJob:
         self.adapter.failed -= set(devices)
         self.adapter.draining -= set(devices)
 
+    def grow(self, job: Job) -> None:
+        """The same job on a cluster of more devices."""
+        self.job = self.adapter._job = job
+
     def _observe(self, adapter) -> Observation:
         tokens = TokenStats.of([round(self.tokens_mean)] * 16 if self.step_number >= 0 else [])
         prompt = TokenStats.of([self.job.max_prompt_tokens] * 16)

@@ -62,17 +62,22 @@ class AgentExecutor(SingleTurnAgentExecutor):
 """
 
 
-SECOND_NODE = """
-import os, subprocess
+_NODE = """
+import os, subprocess, threading, time
 from ray._private.worker import global_worker
 ray_command = os.path.join(os.path.dirname(sys.executable), "ray")
-subprocess.Popen(
-    [ray_command, "start", "--block", "--node-ip-address=127.0.0.2", "--num-cpus=2", "--num-gpus=2",
-     f"--address={global_worker.gcs_client.address}", f"--object-store-memory={80 * 2**20}",
-     "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"],
-    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-)
-import time
+
+def start_node():
+    subprocess.Popen(
+        [ray_command, "start", "--block", "--node-ip-address=127.0.0.2", "--num-cpus=2",
+         "--num-gpus=2", f"--address={global_worker.gcs_client.address}",
+         f"--object-store-memory={80 * 2**20}", "--min-worker-port=0", "--max-worker-port=0",
+         "--disable-usage-stats"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+"""
+SECOND_NODE = f"""{_NODE}
+start_node()
 deadline_s = time.monotonic() + 60
 while sum(node["Alive"] for node in ray.nodes()) < 2:
     assert time.monotonic() < deadline_s, "no second node of Ray after 60 s"
@@ -81,6 +86,15 @@ while sum(node["Alive"] for node in ray.nodes()) < 2:
 """Runs in the driver of a job: two more logical GPUs, on a Ray node of its own on this machine.
 
 Its CPUs are those of a group or of engines: the trainer finds none there and stays on the other."""
+LATE_NODE = f"""{_NODE}
+def start_when_asked():
+    while not os.path.exists("node-is-to-come"):
+        time.sleep(0.1)
+    start_node()
+
+threading.Thread(target=start_when_asked, daemon=True).start()
+"""
+"""The same, once there is a file ``node-is-to-come`` in the folder of the job."""
 
 
 RECORDED = """

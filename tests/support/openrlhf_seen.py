@@ -27,12 +27,20 @@ def adapt(
     leave=None,
     node=None,
     admission="never",
+    gpus=None,
+    max_devices=None,
     **changes,
 ):
-    """Run a job with these transitions; returns it, what was seen of them, and its events."""
+    """Run a job with these transitions; returns it, what was seen of them, and its events.
+
+    Its Ray has 8 logical GPUs, with a second node 2 and those of the node; or ``gpus``.
+    """
+    gpus = gpus or (2 if node else 8)
     words = ["--nereus.enable", "--nereus.mode=adapt", f"--nereus.policy.admission={admission}",
              f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}",
              "--nereus.backend.start_s=240"]  # fmt: skip
+    if max_devices:
+        words.append(f"--nereus.backend.max_devices={max_devices}")
     seen = folder / "seen.jsonl"
     more = {
         "OPENRLHF_TEST_FORCE": json.dumps(force),
@@ -43,8 +51,12 @@ def adapt(
         "OPENRLHF_TEST_GROUP_S": str(group_s),
     }
     words += openrlhf_job.flags(assets, folder, **changes)
-    ray = {"gpus": 2, "code": openrlhf_job.SECOND_NODE} if node else {}
-    ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s, **ray)
+    cluster = {"gpus": gpus}
+    if node:
+        late = "came" in node.values()
+        code = openrlhf_job.LATE_NODE if late else openrlhf_job.SECOND_NODE
+        cluster = {"gpus": gpus, "code": code}
+    ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s, **cluster)
     assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
     found = [json.loads(line) for line in seen.read_text().splitlines()]
     assert [one["step"] for one in found] == [

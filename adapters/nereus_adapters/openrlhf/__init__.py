@@ -53,20 +53,10 @@ CAPABILITIES = Capabilities(
 )
 
 
-_UNLINKED = KnownFailure(
-    "between primitives a group that changes is in host memory and engines are not started: "
-    "devices hold nothing of them until the job is linked",
-    says=r"I7 released: .*(left 0 bytes|index=\d\): 0)",
-)
 KNOWN_FAILURES: dict[str, str | KnownFailure] = {
     "test_merge_of_diverged_units_is_refused": (
         "ZeRO keeps each part of a moment once in a stage, so that units cannot differ in it"
     ),
-    "test_extend_leaves_the_source_untouched[train]": _UNLINKED,
-    "test_extend_leaves_the_source_untouched[infer]": _UNLINKED,
-    "test_merge_undoes_split[train]": _UNLINKED,
-    "test_merge_undoes_split[infer]": _UNLINKED,
-    "test_merge_undoes_split[generate]": _UNLINKED,
     "test_split_that_exceeds_memory_is_infeasible_before_it_starts": (
         "the adapter compares no primitive with a device's memory: that is the planner's business; "
         "and under ZeRO two children share their moments, and fit in what this case leaves them"

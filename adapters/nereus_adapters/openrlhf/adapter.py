@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from nereus_adapters.openrlhf import CAPABILITIES, lock, parking
+from nereus_adapters.openrlhf import CAPABILITIES, joining, lock, parking
 from nereus_adapters.openrlhf.checks import refuse
 from nereus_adapters.openrlhf.groups import steps_of
 from nereus_adapters.openrlhf.inside import peak_bytes
@@ -22,7 +23,7 @@ from nereus_core.ledger_adapter import LedgerAdapter, alive, require_plan
 from nereus_core.observation import Observation, TokenStats, clip_ratio
 from nereus_core.phases import Enter, Phase
 from nereus_core.plan import Plan
-from nereus_core.primitives import Destroy, Primitive
+from nereus_core.primitives import Destroy, Primitive, created
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
@@ -48,11 +49,17 @@ class OpenRLHFAdapter(LedgerAdapter):
     # --- Reading --------------------------------------------------------------------------------
 
     def job(self) -> Job:
-        """Static facts; devices whose node is gone are marked."""
+        """Static facts; devices whose node is gone, or that Ray no longer has free, are marked."""
         return self._job_without(self._supply.gone())
 
     def _job_without(self, gone: frozenset[Device]) -> Job:
-        return self._job.on(self._job.cluster.without(gone)) if gone else self._job
+        running, cluster = self._running, self._job.cluster
+        known = running.devices.union(cluster.devices)
+        absent = running.met - running.offered - running.bundles.keys()
+        if known == set(cluster.devices) and not gone:
+            return self._job
+        whole = replace(cluster, devices=tuple(sorted(known)))
+        return self._job.on(whole.without(gone | absent))
 
     def units(self) -> UnitMap:
         """Units alive now."""
@@ -72,6 +79,7 @@ class OpenRLHFAdapter(LedgerAdapter):
         """Drain what was heard since the last call; what waits on devices asked back, ends."""
         heard = self._running.signals.drain()
         self._linking.heed(self._supply.leaving())
+        joining.look(self._running, self._running.leaving | self._supply.gone())
         return Observation(
             step=heard.step,
             step_s=heard.step_s,
@@ -80,7 +88,7 @@ class OpenRLHFAdapter(LedgerAdapter):
             response_tokens=TokenStats.of(heard.responses),
             peak_bytes=self._peaks(),
             healthy=frozenset(self.job().cluster.healthy),
-            draining=self._running.leaving,
+            draining=self._supply.leaving(),  # of devices that were offered just now, too
             metrics=heard.metrics,
             clip_ratio=clip_ratio(heard.responses, self._job.max_response_tokens),
         )
@@ -163,6 +171,8 @@ class OpenRLHFAdapter(LedgerAdapter):
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         boundary = self._linking.boundary
         enter(Phase.PREPARE)
+        for unit in created(op):
+            joining.take(self._running, unit.devices)
         refuse(op, self._running)
         enter(Phase.TRANSFER)
         moved_bytes = self._linking.park(op, boundary)

@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from nereus_adapters.openrlhf import facts
+from nereus_adapters.openrlhf import facts, joining
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
 from nereus_adapters.openrlhf.checks import refuse_adapting
 from nereus_adapters.openrlhf.experience import per_group
@@ -37,6 +37,7 @@ def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
     gate = Gate(config.timeouts.boundary_s, asynchronous=asynchronous)
     running = Running(trainer, section, gate, Signals())
     running.look()
+    joining.look(running, ())
     for stage, group in running.groups.items():
         running.signals.listen_to_group(stage, group)
     running.signals.listen_to_steps(trainer)
@@ -59,7 +60,7 @@ def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
         facts.cluster(tuple(running.bundles), kind, section),
         _num_steps(trainer),
     )
-    supply = Supply(job.cluster.devices, Path(config.run_dir) / FILE)
+    supply = Supply(lambda: running.devices, Path(config.run_dir) / FILE)
     adapter = OpenRLHFAdapter(running, job, version("openrlhf"), supply)
     if config.enabled and config.mode == "adapt":
         adapter.warm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nereus_adapters.openrlhf import warm
 from nereus_adapters.openrlhf.running import Running
 from nereus_core.cluster import Device
 from nereus_core.errors import Infeasible, JobError, Unsupported
@@ -35,7 +36,7 @@ def refuse(op: Primitive, running: Running) -> None:
 
     Raises:
         Unsupported: pipeline parallelism, or ZeRO-3 under tensor parallelism.
-        Infeasible: a device has no room, or an engine would lie across placement groups.
+        Infeasible: a device has no room, or an engine would lie across nodes.
     """
     stage, args = model_stage_of(op), running.args
     for unit in created(op):
@@ -43,11 +44,13 @@ def refuse(op: Primitive, running: Running) -> None:
             raise Unsupported(str(op), "OpenRLHF has no pipeline parallelism", op)
         if stage != ACTOR_GENERATE and unit.layout.tp > 1 and args.ds.zero_stage == 3:
             raise Unsupported(str(op), "DeepSpeed's AutoTP does not go with ZeRO-3", op)
-        groups = [running.bundles[device].pg for device in unit.devices]
-        if stage == ACTOR_GENERATE and (None in groups or len({pg.id for pg in groups}) > 1):
+        if stage == ACTOR_GENERATE and not (
+            warm.together([running.bundles[device] for device in unit.devices])
+            or warm.fits(running, unit)
+        ):
             raise Infeasible(
-                f"{unit}: the workers of an engine must be in one placement group of Ray; these "
-                "devices are not.",
+                f"{unit}: the workers of an engine must be on one node or in one placement group "
+                "of Ray; these devices are not.",
                 op,
             )
         for device in unit.devices:

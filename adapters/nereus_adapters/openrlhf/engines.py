@@ -39,22 +39,22 @@ def start(running: Running, unit: Unit) -> Any:
     What an engine is started with is OpenRLHF's business (`create_vllm_engines`); where, ours.
 
     Raises:
-        Infeasible: the devices belong to different placement groups.
+        Infeasible: the devices lie on several nodes, in different placement groups.
     """
     bundles = [running.bundles[device] for device in unit.devices]
-    pg = bundles[0].pg
-    if pg is None or any(b.pg is None or b.pg.id != pg.id for b in bundles):
+    pg, together = bundles[0].pg, warm.together(bundles)
+    if not (together or warm.fits(running, unit)):
         raise Infeasible(
             f"{unit}: an engine's workers must be in one placement group; these devices are not."
         )
     arguments = _arguments(running, unit, pg)
-    if not running.cold and warm.fits(running, unit):
+    if warm.fits(running, unit) and not (running.cold and together):
         seat = warm.take(running, unit)
         # One node: vLLM's own worker processes, which are forked, do what actors of Ray would.
         executor = "uni" if unit.layout.tp == 1 else "mp"
         arguments |= {"bundle_indices": None, "distributed_executor_backend": executor}
         running.seated[unit.id] = seat
-        running.opening[unit.id] = seat.handle.open.remote(warm.visible(unit), arguments)
+        running.opening[unit.id] = seat.handle.open.remote(warm.visible(running, unit), arguments)
         return seat.handle
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 

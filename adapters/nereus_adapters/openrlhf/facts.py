@@ -45,6 +45,8 @@ class BackendSection(BaseModel):
     """Name of the link between nodes; InfiniBand by default."""
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory of a device that the job may use, where that is not all of it."""
+    max_devices: int | None = Field(default=None, ge=1)
+    """Devices that the job may hold, out of what Ray has free; by default none joins it."""
     call_s: float = 120.0
     """Longest wait for one call into an actor of the job; chosen, not measured."""
     start_s: float = 600.0

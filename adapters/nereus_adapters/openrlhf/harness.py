@@ -55,14 +55,9 @@ from nereus_core.harness import Array, Fault, StepResult, Tier
 from nereus_core.phases import Phase
 from nereus_core.plan import Plan
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import (
-    ACTOR_GENERATE,
-    Algorithm,
-    Job,
-    ModelStage,
-    Stage,
-)
+from nereus_core.workload import ACTOR_GENERATE, Algorithm, Job, ModelStage, Stage
 
+_LOSSES = {"actor": "policy_loss", "critic": "critic_loss"}
 _START_S = 180.0
 """An actor or an engine that starts on a busy machine; chosen, not measured."""
 
@@ -87,8 +82,9 @@ class OpenRLHFHarness:
             }
         pg = placement_group([{"GPU": 1, "CPU": 1}] * 4)
         outcome(pg.ready(), "four devices of the harness's Ray", WAIT_S)
-        self._cluster = Cluster.homogeneous(1, 4, CPU_SEAT, LOOPBACK, LOOPBACK)
-        self._bundles = {d: Bundle(pg, i) for i, d in enumerate(self._cluster.devices)}
+        devices = tuple(Device(ray.util.get_node_ip_address(), index) for index in range(4))
+        self._cluster = Cluster(devices, CPU_SEAT, LOOPBACK, LOOPBACK)
+        self._bundles = {d: Bundle(pg, i, i) for i, d in enumerate(self._cluster.devices)}
         self._kept = Kept()
         self._numbers = {
             harness_assets.prompt(n): n
@@ -174,7 +170,7 @@ class OpenRLHFHarness:
         per_group(running.trainer.experience_maker)
         self._listen_to_prompts(running.trainer)
         self._adapter = OpenRLHFAdapter(
-            running, job, version("openrlhf"), Supply((), self._folder / FILE)
+            running, job, version("openrlhf"), Supply(lambda: running.devices, self._folder / FILE)
         )
         self._adapter.warm()
 
@@ -221,10 +217,9 @@ class OpenRLHFHarness:
         answered = sorted(p for sample in samples for p in sample.prompts)
         if answered != sorted(self._asked):
             raise AssertionError(f"asked {sorted(self._asked)}, trained on {answered}")
-        names = [("actor", "policy_loss"), ("critic", "critic_loss")]
         return StepResult(
             step=step,
-            losses={model: status[key] for model, key in names if key in status},
+            losses={m: status[key] for m, key in _LOSSES.items() if key in status},
             sample_ids=tuple(self._numbers[text] for text in self._asked),
             weight_version=served,
             grad_norms={"actor": status["actor_grad_norm"]},

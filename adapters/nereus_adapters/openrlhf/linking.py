@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ray.exceptions import RayError
 
-from nereus_adapters.openrlhf import engines, groups, ranks, warm
+from nereus_adapters.openrlhf import engines, groups, joining, ranks, warm
 from nereus_adapters.openrlhf.checks import refuse_unbuildable
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.running import Running
@@ -107,6 +107,7 @@ class Linking:
                 if not self.broken:
                     with suppress(NereusError):
                         self.link()
+                    joining.give_back(self._running)  # also of a change that never came to that
             finally:
                 self._boundary += 1
                 self._drop_copies()
@@ -194,9 +195,14 @@ class Linking:
             self._back(error, anew=True)
         self._linked = self._running.alive
         self._forget()
-        groups.retire(self._running)
-        self.warm()
+        self._settle()
         return taken
+
+    def _settle(self) -> None:
+        """Keep processes and devices for what stands now, and no others."""
+        groups.retire(self._running)
+        joining.give_back(self._running)
+        self.warm()
 
     def _build(self, stages: Collection[ModelStage]) -> int:
         taken, weights = 0, not set(stages).isdisjoint((ACTOR_GENERATE, ACTOR_TRAIN))
@@ -238,7 +244,7 @@ class Linking:
             self._broken_by = error
             raise TransitionFailed("the way back", error, intact=()) from cause
         self._forget()
-        self.warm()
+        self._settle()
         raise TransitionFailed("linking", cause, intact=intact, rolled_back=True) from cause
 
     def _end_processes(self) -> None:

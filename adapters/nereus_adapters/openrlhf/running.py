@@ -47,14 +47,18 @@ class Running:
     """Rank 0 of each group at the start of the job: the driver knows the group by it."""
     whole: set[tuple[ModelStage, Device]] = field(default_factory=set)
     """Devices that OpenRLHF gave to one model alone: Ray starts nothing else on them."""
-    guessed: frozenset[Device] = frozenset()
-    """Devices of engines of several, whose order and index nobody told."""
     waiting: list[Seat] = field(default_factory=list)
     """Seats without an engine."""
     seated: dict[UnitId, Seat] = field(default_factory=dict)
     """Seats of engines that have one; OpenRLHF's own have none."""
     opening: dict[UnitId, Any] = field(default_factory=dict)
     """Engines that start in their seats, until they were waited for."""
+    joined: list[tuple[Device, ...]] = field(default_factory=list)
+    """Devices that the job did not start with and now holds, by placement group."""
+    offered: frozenset[Device] = frozenset()
+    """Devices beside those, which Ray had free when it was asked last."""
+    met: frozenset[Device] = frozenset()
+    """All that were ever offered."""
     leaving: frozenset[Device] = frozenset()
     """Devices that nothing is to be started on, and that no process is left on without a unit."""
     cold: bool = False
@@ -98,8 +102,11 @@ class Running:
                 self.whole |= {(ACTOR_GENERATE, device) for device in taken}
             units.append(unit)
         self.alive = UnitMap(units)
-        if tp > 1:
-            self.guessed = frozenset(device for taken in found.engines for device in taken)
+
+    @property
+    def devices(self) -> frozenset[Device]:
+        """Devices that the job holds, and those that were ever offered to it."""
+        return self.met.union(self.bundles)
 
     def devices_of(self, stage: ModelStage) -> tuple[Device, ...]:
         """Return the devices of a stage in order of rank: units by id, then local rank."""

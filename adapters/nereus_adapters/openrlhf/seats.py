@@ -23,6 +23,8 @@ class Bundle:
     pg: Any
     """None for an actor that Ray placed without a group."""
     index: int
+    gpu: int | None = None
+    """Which GPU of its node it is; None where nobody told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,19 @@ def seating(
         start += len(handles)
         devices = tuple(_named(w) for w in mine)
         for rank, (device, where) in enumerate(zip(devices, mine, strict=True)):
-            bundles.setdefault(device, Bundle(where.pg, rank if where.pg is not None else 0))
+            index = rank if where.pg is not None else 0
+            bundles.setdefault(device, Bundle(where.pg, index, where.gpu))
         by_group.append(devices)
     by_engine: list[tuple[Device, ...]] = []
     for number, where in enumerate(found[start:]):
         if engine_tp == 1:
             device = _named(where)
-            bundles.setdefault(device, Bundle(where.pg, number))
+            bundles.setdefault(device, Bundle(where.pg, number, where.gpu))
             by_engine.append((device,))
             continue
         indices = where.bundles or tuple(range(number * engine_tp, (number + 1) * engine_tp))
         nodes = _nodes_of(where, indices)
-        devices = tuple(_free(node, taken) for node in nodes)
+        devices = tuple(_free(node, taken) for node in nodes)  # a guess: their GPU is not known
         bundles |= {d: Bundle(where.pg, i) for d, i in zip(devices, indices, strict=True)}
         by_engine.append(devices)
     shares = tuple(where.share or 1.0 for where in found)

@@ -9,7 +9,7 @@ file, it is used again. A device is *gone* when Ray says that its node is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from nereus_core.cluster import Device
@@ -23,26 +23,26 @@ class Supply:
     """Looks at the file and at Ray's nodes whenever it is asked; starts and ends nothing.
 
     Args:
-        devices: All that the job holds.
+        devices: Returns all that the job holds or may hold.
         file: May be absent: then nobody has asked for a device.
     """
 
-    def __init__(self, devices: Collection[Device], file: Path) -> None:
-        self._devices, self._file = frozenset(devices), file
+    def __init__(self, devices: Callable[[], Collection[Device]], file: Path) -> None:
+        self._devices, self._file = devices, file
         self._said: set[str] = set()
         self._read: frozenset[Device] = frozenset()
 
     def leaving(self) -> frozenset[Device]:
         """Return the devices announced to leave."""
         nodes = self._draining_nodes()
-        return self._named() | {d for d in self._devices if d.node in nodes}
+        return self._named() | {d for d in self._devices() if d.node in nodes}
 
     def gone(self) -> frozenset[Device]:
         """Return the devices whose node Ray has lost."""
         import ray
 
         alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        return frozenset(d for d in self._devices if d.node not in alive)
+        return frozenset(d for d in self._devices() if d.node not in alive)
 
     def _named(self) -> frozenset[Device]:
         try:
@@ -54,15 +54,16 @@ class Supply:
             self._warn("%s cannot be read (%s); what it said before counts", self._file, error)
             return self._read
         found: set[Device] = set()
+        devices = frozenset(self._devices())
         for line in filter(None, map(str.strip, lines)):
             try:
                 device = Device.parse(line)
             except ValueError:
                 device = None
-            if device in self._devices:
+            if device in devices:
                 found.add(device)
             else:  # a slip of the pen does not end a job
-                known = ", ".join(map(str, sorted(self._devices)))
+                known = ", ".join(map(str, sorted(devices)))
                 self._warn("%s names %r, which is no device of this job: %s",
                            self._file, line, known)  # fmt: skip
         self._read = frozenset(found)

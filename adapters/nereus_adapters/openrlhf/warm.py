@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nereus_core.cluster import Device
+from nereus_core.errors import SeatDead
 from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_GENERATE
 
 if TYPE_CHECKING:
     from nereus_adapters.openrlhf.running import Running
+    from nereus_adapters.openrlhf.seats import Bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,15 @@ def replenish(running: Running, num_seats: int) -> None:
     places = [unit.devices[0] for unit in running.alive.of(ACTOR_GENERATE)]
     places = [device for device in places if device not in running.leaving]
     left = {d.node for d in running.leaving} - {device.node for device in places}
-    stay = [seat for seat in running.waiting if seat.node not in left][:num_seats]
+    here = {device.node for device in running.bundles} - left
+    stay = [seat for seat in running.waiting if seat.node in here][:num_seats]
     for seat in running.waiting:
         if seat not in stay:
             _end(seat)
     running.waiting[:] = stay
     for number in range(num_seats - len(running.waiting) if places else 0):
-        running.waiting.append(_start(running, places[number % len(places)]))
+        with suppress(SeatDead):  # its node has just gone, and the next boundary sees that
+            running.waiting.append(_start(running, places[number % len(places)]))
 
 
 def take(running: Running, unit: Unit) -> Seat:
@@ -80,22 +86,20 @@ def take(running: Running, unit: Unit) -> Seat:
 
 
 def _start(running: Running, device: Device) -> Seat:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from nereus_adapters.ray_bundles import on_node
 
-    bundle = running.bundles[device]
     handle = (
         _seat_class()
         .options(
             num_cpus=0,
             num_gpus=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=bundle.pg, placement_group_bundle_index=bundle.index
-            ),
+            # Of no placement group: it holds no device, and outlives those that are given back.
+            scheduling_strategy=on_node(device.node),
             # vLLM looks at devices when it is imported; none is touched before `open` names them.
             runtime_env={
                 "env_vars": {
                     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-                    "CUDA_VISIBLE_DEVICES": str(device.index),
+                    "CUDA_VISIBLE_DEVICES": str(running.bundles[device].gpu or 0),
                 }
             },
         )
@@ -111,11 +115,21 @@ def _end(seat: Seat) -> None:
 
 
 def fits(running: Running, unit: Unit) -> bool:
-    """Whether a seat can have a unit: it lies on one node, on devices whose index is known."""
+    """Whether a seat can have a unit: it lies on one node, on devices whose index is known.
+
+    Its processes are in no placement group; that keeps others off its devices.
+    """
     nodes = {device.node for device in unit.devices}
-    return len(nodes) == 1 and running.guessed.isdisjoint(unit.devices)
+    bundles = [running.bundles[device] for device in unit.devices]
+    return len(nodes) == 1 and all(b.pg is not None and b.gpu is not None for b in bundles)
 
 
-def visible(unit: Unit) -> str:
+def together(bundles: Sequence[Bundle]) -> bool:
+    """Whether actors of Ray can be the workers of an engine: in one placement group."""
+    groups = [bundle.pg for bundle in bundles]
+    return None not in groups and len({pg.id for pg in groups}) == 1
+
+
+def visible(running: Running, unit: Unit) -> str:
     """Return a unit's devices as CUDA_VISIBLE_DEVICES names them."""
-    return ",".join(str(device.index) for device in unit.devices)
+    return ",".join(str(running.bundles[device].gpu) for device in unit.devices)

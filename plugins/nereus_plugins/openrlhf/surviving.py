@@ -27,6 +27,8 @@ _OF_AN_END = re.compile(r"(?i)\b(died|dead|killed|connection|closed|peer|gloo|nc
 """What errors say that come of another process's end. Chosen; others are looked into at once."""
 _LOOK_S = 0.5
 """Between two looks at Ray's nodes. Chosen."""
+SLEEP_S = 120.0
+"""For engines to wake up, and to go to sleep; chosen, not measured."""
 ATTEMPTS = 3
 """Nodes that may be lost in one part of a step; chosen, not measured."""
 
@@ -91,7 +93,7 @@ def survive(trainer: Any, session: Session) -> None:
 
     @functools.wraps(make)
     def made(rollout_samples: Any) -> Any:
-        return _redone(session, lambda: make(rollout_samples))
+        return _redone(session, lambda: make(rollout_samples), lambda: _asleep(trainer))
 
     @functools.wraps(broadcast)
     def sent() -> None:
@@ -120,8 +122,29 @@ def survive(trainer: Any, session: Session) -> None:
     trainer.ppo_train = trained
 
 
-def _redone(session: Session, attempt: Callable[[], T]) -> T:
+def _asleep(trainer: Any) -> None:
+    """Put engines to sleep as they were, after a change that has woken them for their weights.
+
+    Some are half awake then, and vLLM frees what is awake and what sleeps already alike: all of
+    them have to be awake first.
+    """
+    if trainer.args.vllm.enable_sleep:
+        import ray
+
+        engines = trainer.vllm_engines
+        ray.get([engine.wake_up.remote() for engine in engines], timeout=SLEEP_S)
+        ray.get([engine.sleep.remote() for engine in engines], timeout=SLEEP_S)
+
+
+def _redone(
+    session: Session, attempt: Callable[[], T], changed: Callable[[], None] = lambda: None
+) -> T:
     """Do a part of a step; once more when a node was lost meanwhile and the job has been changed.
+
+    Args:
+        session: Changes the job.
+        attempt: The part.
+        changed: Called after each change.
 
     Raises:
         RayError: what a call raised, where no node is lost.
@@ -135,6 +158,7 @@ def _redone(session: Session, attempt: Callable[[], T]) -> T:
         except RayError as error:  # in any form: a rank may hear of another's end first
             if not recovered(session, error):
                 raise
+            changed()
     return attempt()
 
 
@@ -155,7 +179,7 @@ def recovered(session: Session, error: Exception) -> bool:
             error.add_note(f"{_NOT_LOST}, as Ray says {wait_s:.0f} s later.")
             return False
         time.sleep(_LOOK_S)
-    session.at_boundary()
+    session.amid_step()
     return not session.lost
 
 

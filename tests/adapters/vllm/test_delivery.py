@@ -208,6 +208,42 @@ def test_exchanges_that_share_no_host_run_side_by_side_and_others_one_after_anot
     assert delivery.sent_bytes == 4 * size
 
 
+@pytest.mark.parametrize(
+    ("gone", "left"), [(A, C), (C, A)], ids=["who held the meeting", "another"]
+)
+def test_hosts_go_on_in_a_group_that_another_has_left(gone, left):
+    """B sends to A and C, who meet on A; one of them then meets D, for other weights."""
+    with made() as (cluster, delivery):
+        trainer = Training(cluster, B)
+        supply, other = Supply(trainer, delivery), Supply(Training(cluster, D), delivery)
+        supply.ensure(1)
+        other.ensure(1)
+        supply.deliver(1, [Engine(A), Engine(C)])
+
+        def group(*devices):
+            return delivery._meetings.of({d.node: cluster.of(d.node) for d in devices})
+
+        three, size = group(A, B, C), supply.store.get(1).num_bytes
+        assert three is not None
+        assert delivery.sent_bytes == 2 * size
+        other.load(Engine(gone), 1)
+        assert group(gone, D) not in (None, three)
+        assert group(left, B) == three
+
+        trainer.version = 2
+        supply.ensure(2)
+        supply.load(engine := Engine(left), 2)
+        assert engine.holders == {cluster.of(left.node).pid}
+        assert delivery.sent_bytes == 4 * size
+        assert group(left, B) == three  # they did not have to meet anew
+        # and whoever has left is reached again, by a new meeting of all
+        supply.deliver(2, [engine, back := Engine(gone)])
+        supply.load(back, 2)
+        assert back.holders == {cluster.of(gone.node).pid}
+        assert delivery.sent_bytes == 5 * size
+        delivery.check(supply.store.get(2), [(ONE, left), (ONE, gone)])
+
+
 def test_engines_of_one_host_that_ask_at_once_get_the_weights_once(there):
     cluster, delivery, _, supply = there
     cluster.of(B.node)

@@ -47,12 +47,13 @@ def test_ppo_changes_engines_actor_and_critic_and_trains_on(assets, tmp_path):
     require_sound_end(ran, (one, two, three, four), tmp_path, steps=5)
 
 
-def test_grpo_on_zero3_changes_the_number_of_its_ranks(assets, tmp_path):
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_grpo_on_other_stages_of_zero_changes_the_number_of_its_ranks(assets, tmp_path, zero_stage):
     ran, (one, two), _ = adapt(
         assets,
         tmp_path,
         {"1": {"actor/train": [[0]]}, "2": {"actor/train": [[1], [0]]}},
-        ds__zero_stage=3,
+        ds__zero_stage=zero_stage,
         algo__kl__init_coef=0,
         algo__kl__use_loss=False,
         actor__num_gpus_per_node=2,
@@ -61,7 +62,9 @@ def test_grpo_on_zero3_changes_the_number_of_its_ranks(assets, tmp_path):
     assert (layouts(one, "actor/train"), layouts(two, "actor/train")) == ([1], [1, 1])
     for record in (one, two):
         require_same_state(record)
-    # no rank has all of the model to compare tokens with: the engines' log-probabilities stand in
+        # on ZeRO-3 no rank has all of the model to compare tokens with: the engines'
+        # log-probabilities stand in
+        require_same_tokens(record)
     require_sound_end(ran, (one, two), tmp_path, steps=3)
 
 

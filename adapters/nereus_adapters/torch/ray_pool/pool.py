@@ -160,7 +160,9 @@ class RayPool(SeatLine[ActorChannel]):
         """Wait for a seat to come up, as long as its node is there."""
         device, deadline_s = pending.device, time.monotonic() + self._start_s
         channel = self._channels[device]
-        while not wait([pending.future], LOOK_S).done and time.monotonic() < deadline_s:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if wait([pending.future], min(LOOK_S, left_s)).done:
+                break
             if self._nodes.placed().get(device.node) != channel.node_id:
                 channel.kill()
                 raise SeatDead(device, None, f"start: Ray has lost the node of {device.node}")
