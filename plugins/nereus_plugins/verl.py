@@ -106,7 +106,17 @@ def _own_engine(config: Any) -> bool:
     from nereus_plugins.verl_trainer import asked
 
     settings = asked(config)
-    return settings is not None and settings.backend.get("engine") == "tp"
+    if settings is None or settings.backend.get("engine") != "tp":
+        return False
+    if str(config.trainer.v1.trainer_mode) == "separate_async":
+        from nereus_core.errors import ConfigError
+
+        # verl.utils.fsdp_utils.fsdp2_sharded_load_from_cpu, from one mini-batch to the next
+        raise ConfigError(
+            "backend.engine",
+            "it is 'tp'; separate_async keeps weights aside that are all cut alike",
+        )
+    return True
 
 
 def _register(module: ModuleType) -> None:
