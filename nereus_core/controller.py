@@ -30,6 +30,7 @@ from nereus_core.sane import check_job
 from nereus_core.transition import Conditions, Journal, TransitionGraph, compile_transition
 from nereus_core.triggers import Trigger, Wake
 from nereus_core.units import Unit, UnitMap
+from nereus_core.workload import Job
 
 Notify = Callable[..., None]
 """``notify(hook_name, **kwargs)``: tells plugins; never raises."""
@@ -107,6 +108,11 @@ class Controller:
     def plan(self) -> Plan:
         """The plan the job runs."""
         return self._outlook.now.plan
+
+    @property
+    def job(self) -> Job:
+        """Static facts of the job, as the adapter told them last."""
+        return self._outlook.now.job
 
     @property
     def lost(self) -> frozenset[Device]:
@@ -251,7 +257,9 @@ class Controller:
 
     def _act(self, found: Decided) -> None:
         """Carry a decision out; when that fails part-way, plan again from what is intact."""
+        units_lost = False
         for attempt in range(1, ATTEMPTS + 1):
+            units_lost = units_lost or bool(self._outlook.now.lost_units)
             decision, graph = found.decision, found.graph
             assert graph is not None
             try:
@@ -267,7 +275,7 @@ class Controller:
                 return
             except (TransitionFailed, UnitLost) as failure:
                 back = isinstance(failure, TransitionFailed) and failure.rolled_back
-                linked = back and not self._outlook.now.lost_units
+                linked = back and not units_lost  # without them the old plan is none
                 self._outlook.after_failure(graph, failure, linked=linked)
                 if linked:
                     return

@@ -65,13 +65,13 @@ def _kind(resources: Any) -> frozenset[str]:
     return frozenset(name for name in resources if name.startswith("accelerator_type:"))
 
 
-def placed(node: str, count: int) -> Any:
-    """Return a new placement group of so many bundles of one GPU on a node.
+def placed(node: str, count: int, cpus: int = 1) -> Any:
+    """Return a new placement group of so many bundles of one GPU, and some CPUs, on a node.
 
     Raises:
         DevicesMissing: Ray has not as many free there; nothing is left behind.
     """
-    each = {"CPU": 1, "GPU": 1, f"node:{node}": _PIN}
+    each = {"CPU": cpus, "GPU": 1, f"node:{node}": _PIN}
     group = placement_group([dict(each) for _ in range(count)], strategy="STRICT_PACK")
     if not group.wait(PLACED_S):
         removed(group)

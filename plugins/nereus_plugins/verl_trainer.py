@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
                     raise
                 say(refusal(FRAMEWORK, error))
                 return super().fit(*args, **kwargs)
-            self._nereus.spell = lambda current, wanted: _spelled(self, current, wanted)
+            self._nereus.spell = partial(_spelled, self, self._nereus)
             try:
                 result = super().fit(*args, **kwargs)
             except BaseException as error:
@@ -113,11 +114,17 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     return Adapted(config, *args, **kwargs)
 
 
-def _spelled(trainer: Any, current: Plan, wanted: Plan) -> str | None:
+def _spelled(trainer: Any, session: Session, current: Plan, wanted: Plan) -> str | None:
     """Ask the adapter for verl's words for a plan."""
     registry = Registry.load()
     registry.add_hookspecs(hookspecs)
-    asked = {"handle": trainer, "current": current, "wanted": wanted}
+    asked = {
+        "handle": trainer,
+        "job": session.controller.job,
+        "backend": session.config.backend,
+        "current": current,
+        "wanted": wanted,
+    }
     found: str | None = registry.ask(FRAMEWORK, "nereus_overrides", **asked)
     return found
 

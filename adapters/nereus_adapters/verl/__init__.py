@@ -5,7 +5,7 @@ Importing this package imports neither verl nor Ray; the hooks do when they are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nereus_adapters.verl.seams import SEAMS
 from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nereus_adapters.verl.harness import VerlHarness
     from nereus_core.config import NereusConfig
     from nereus_core.plan import Plan
+    from nereus_core.workload import Job
 
 NAME = "verl"
 
@@ -146,10 +147,17 @@ def nereus_resume(
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own
-def nereus_overrides(name: str, handle: object, current: Plan, wanted: Plan) -> str | None:
+def nereus_overrides(
+    name: str,
+    handle: Any,
+    job: Job,
+    backend: Mapping[str, Any],
+    current: Plan,
+    wanted: Plan,
+) -> str | None:
     """Spell a plan as overrides of verl's command line."""
     if name != NAME:
         return None
     from nereus_adapters.verl.advising import spelled
 
-    return spelled(handle, current, wanted)
+    return spelled(handle.config, job, backend, current, wanted)

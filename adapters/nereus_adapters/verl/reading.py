@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.sleeping import asleep_bytes
 from nereus_adapters.verl.standing import ROLES
-from nereus_adapters.verl.ulysses import Ulysses, shared_out
+from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.device_specs import CPU_SEAT, DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
@@ -24,6 +24,7 @@ from nereus_core.workload import (
     REF_INFER,
     Algorithm,
     Job,
+    ModelStage,
     Node,
     Precision,
     Stage,
@@ -87,27 +88,27 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        **(_sharing(trainer, ulysses, settings) if shards else _megatron(actor)),
+        **(_sharing(trainer, stages, ulysses, settings) if shards else _megatron(actor)),
     )
 
 
-def _sharing(trainer: Any, ulysses: Ulysses, settings: VerlSettings) -> dict[str, Any]:
+def _sharing(
+    trainer: Any, stages: Collection[ModelStage], ulysses: Ulysses, settings: VerlSettings
+) -> dict[str, Any]:
     """Say how a batch and a model are shared out among ranks of an FSDP2 engine, for a Job."""
-    actor = trainer.config.actor_rollout_ref.actor
-    shared = shared_out(
-        trainer.config,
-        ulysses,
-        critic=bool(trainer.use_critic),
-        reference=_has_reference(trainer),
+    config, roles = trainer.config, {r: s for r, s in ROLES.items() if s in stages}
+    passes = tuple(
+        passes_of(config, critic=bool(trainer.use_critic), reference=_has_reference(trainer))
     )
-    tokens = int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else None
-    stages = frozenset(ROLES.values())
+    shared = shared_out(passes, int(config.actor_rollout_ref.rollout.n), ulysses)
+    tokens = {ROLES[role]: budget for role, budget in budgets(passes).items()}
+    own = frozenset(roles.values())
     if settings.engine == "tp":  # its degrees of Ulysses are 1
-        return {"unit_batch": shared, "kv_heads_cut": stages}
-    how = {"row_cut": stages, "micro_tokens": tokens}
+        return {"unit_batch": shared, "kv_heads_cut": own, "micro_tokens": tokens}
+    how = {"row_cut": own, "micro_tokens": tokens}
     if ulysses.follows:
         return {**how, "unit_batch": shared, "sequence_parallel": True}
-    ranks = {ROLES[role]: degree for role, degree in ulysses.now.items()}
+    ranks = {stage: ulysses.now.get(role, 1) for role, stage in roles.items()}
     return {**how, "device_batch": shared, "sequence_ranks": ranks}
 
 
