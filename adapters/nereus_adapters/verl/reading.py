@@ -104,7 +104,8 @@ def _sharing(
     tokens = {ROLES[role]: budget for role, budget in budgets(passes).items()}
     own = frozenset(roles.values())
     if settings.engine == "tp":  # its degrees of Ulysses are 1
-        return {"unit_batch": shared, "kv_heads_cut": own, "micro_tokens": tokens}
+        cut = {"kv_heads_cut": own, "logits_whole": own}
+        return {**cut, "unit_batch": shared, "micro_tokens": tokens}
     how = {"row_cut": own, "micro_tokens": tokens}
     if ulysses.follows:
         return {**how, "unit_batch": shared, "sequence_parallel": True}
