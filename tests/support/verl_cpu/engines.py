@@ -31,6 +31,8 @@ class Case:
     """None for verl's own engine."""
     kind: str = "language_model"
     dtype: str = "fp32"
+    packed: bool = False
+    """Whether sequences are, without padding."""
 
 
 def run_cases(folder: Path, cases: list[Case], world: int, timeout_s: float) -> None:
@@ -88,16 +90,14 @@ def outcome(case: Case) -> dict:
         engine = built(case)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    found = {"outputs": inferred(engine), "losses": [], "norms": []}
-    found["boxes"], found["grad_norms"] = {}, []
+    found = {"outputs": inferred(engine, case), "losses": [], "grad_norms": []}
     for step in range(STEPS):
         with engine.train_mode():
-            trained = engine.train_batch(batch(engine, step), loss_function=loss_of(case))
+            trained = engine.train_batch(batch(engine, case, step), loss_function=loss_of(case))
         found["losses"].append(summed(engine, sum(trained["loss"])))
-        if "grad_norm" in trained["metrics"]:
-            found["grad_norms"].append(trained["metrics"]["grad_norm"])
+        found["grad_norms"].append(trained["metrics"]["grad_norm"])
         engine.lr_scheduler_step()
-    found["after"] = inferred(engine)
+    found["after"] = inferred(engine, case)
     found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
     found["moments"] = {
         name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
@@ -127,9 +127,9 @@ def built(case: Case):
         path=case.model,
         model_type=case.kind,
         load_tokenizer=False,
-        use_remove_padding=False,
+        use_remove_padding=case.packed,
         enable_gradient_checkpointing=case.kind == "value_model",
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": "varlen_cpu" if case.packed else "sdpa"},
     )
     precision = {"param_dtype": case.dtype, "reduce_dtype": "fp32"}
     engine = EngineRegistry.new(
@@ -151,7 +151,7 @@ def built(case: Case):
     return engine
 
 
-def batch(engine, step=0):
+def batch(engine, case, step=0):
     """Return this rank's part of the batch of a step."""
     import torch
     from verl.utils import tensordict_utils as tu
@@ -175,7 +175,7 @@ def batch(engine, step=0):
         {
             "use_dynamic_bsz": False,
             "micro_batch_size_per_gpu": 2,
-            "use_remove_padding": False,
+            "use_remove_padding": case.packed,
             "use_fused_kernels": False,
             "temperature": 1.0,
             "calculate_entropy": False,
@@ -197,13 +197,13 @@ def loss_of(case: Case):
     return loss
 
 
-def inferred(engine):
+def inferred(engine, case):
     """Return outputs of the batch of step 0 in the order of prompts."""
     import torch
     import torch.distributed as dist
 
     with engine.eval_mode():
-        found = engine.infer_batch(batch(engine))["model_output"]
+        found = engine.infer_batch(batch(engine, case))["model_output"]
     key = "values" if "values" in found else "log_probs"
     mine = found[key].values().detach().tolist()
     rows = [None] * dist.get_world_size()

@@ -53,6 +53,7 @@ class TensorParallel:
             f"lora_rank={model.lora_rank}": model.lora_rank > 0,
             "use_liger": model.use_liger,
             "use_fused_kernels": model.use_fused_kernels,
+            "enable_activation_offload": model.enable_activation_offload,
             "qat": bool(getattr(getattr(engine, "qat", None), "enable", False)),
         }
         for option, is_on in options.items():
