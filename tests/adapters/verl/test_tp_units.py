@@ -1,13 +1,18 @@
 """The tensor-parallel engine alone: what it computes is what verl's own engine computes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from verl_cpu.engines import STEPS, Case, run_cases
 
 from nereus_adapters.verl.cuts import ROWS, Cut
+from nereus_adapters.verl.fitting import Fitting
+from nereus_adapters.verl.resuming import saved_ranks
 from nereus_adapters.verl.tensor_parallel.plan import (
     Share,
     cuts_of,
@@ -15,11 +20,17 @@ from nereus_adapters.verl.tensor_parallel.plan import (
     require_divides,
     shares_of,
 )
+from nereus_core.cluster import Cluster
+from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import Unsupported
+from nereus_core.layout import Layout
+from nereus_core.units import Unit, UnitId
+from nereus_core.workload import ACTOR_TRAIN, Job, Stage, grpo
 
 pytestmark = pytest.mark.real
 
 WORLD = 4
+CLUSTER = Cluster.homogeneous(1, WORLD, CPU_SEAT, LOOPBACK, LOOPBACK)
 BETWEEN_S = 400
 """Four processes on two cores that others use too: chosen, not measured."""
 ULPS = 64 * 2**-23
@@ -74,6 +85,10 @@ def cases(folder):
     found += [Case("qwen2-bf16-verl", str(folder / "qwen2"), vendor=None, dtype="bf16")]
     found += [Case("qwen2-bf16-4", str(folder / "qwen2"), 4, dtype="bf16")]
     found += [Case("llama-4", str(folder / "llama"), 4)]
+    saved = str(folder / "saved")
+    found += [Case("qwen3-saves", str(folder / "qwen3"), 2, saves=saved)]
+    found += [Case("qwen3-reads", str(folder / "qwen3"), 2, vendor=None, reads=saved)]
+    found += [Case("stock-saves", str(folder / "qwen3"), 2, vendor=None, saves=f"{saved}-stock")]
     packed = {"model": str(folder / "qwen3"), "packed": True}
     found += [Case("qwen3-packed-verl", vendor=None, **packed)]
     found += [Case("qwen3-packed-2", degree=2, **packed)]
@@ -85,7 +100,8 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
     asked = cases(folder)
     run_cases(folder, asked, WORLD, BETWEEN_S)
-    return {case.name: torch.load(folder / f"{case.name}.pt") for case in asked}
+    found = {case.name: torch.load(folder / f"{case.name}.pt") for case in asked}
+    return found | {"saved": folder / "saved", "saved-stock": folder / "saved-stock"}
 
 
 PAIRS = [
@@ -134,6 +150,30 @@ def test_a_rank_holds_its_part_and_no_more(outcomes, kind, degree):
     whole = sum(tensor.numel() for tensor in outcomes[f"{kind}-verl"]["weights"].values())
     norms = 5 * 32
     assert outcomes[f"{kind}-{degree}"]["elements"] == (whole - norms) // degree + norms
+
+
+def test_verls_own_engine_goes_on_from_its_checkpoint_under_nereus(outcomes):
+    """As many ranks as saved it, cut otherwise: verl's own loader would not read it."""
+    assert torch.equal(outcomes["qwen3-saves"]["after"], outcomes["qwen3-2"]["after"])
+    after, read = outcomes["qwen3-saves"]["after"], outcomes["qwen3-reads"]["outputs"]
+    assert (after - read).abs().max() <= ULPS * after.abs().max()
+    actor = {"actor_rollout_ref": {"actor": {"strategy": "fsdp2"}}}
+    workers = SimpleNamespace(workers=[object()] * WORLD)
+    trainer = SimpleNamespace(config=OmegaConf.create(actor), actor_rollout_wg=workers)
+    assert saved_ranks(trainer, "actor", outcomes["saved"]) == WORLD
+    assert saved_ranks(trainer, "actor", outcomes["saved-stock"]) is None
+
+
+@pytest.mark.parametrize("case", ["qwen2-4", "qwen3-2", "llama-2", "gemma3_text-2"])
+def test_what_a_plan_counts_of_a_rank_is_what_it_holds(outcomes, case):
+    """Vocabularies that no rank divides and norms are counted whole."""
+    kind, degree = case.rsplit("-", 1)
+    job = Job(grpo(), {}, CLUSTER, 8, 8, 8)
+    fitting = Fitting(job, {ACTOR_TRAIN: outcomes[case]["facts"]}, None)
+    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(int(degree), 1), CLUSTER.devices[: int(degree)])
+    counted = fitting.kept_bytes(unit) / job.precision.kept_bytes(Stage.TRAIN)
+    # Parameters that are tied are held once.
+    assert counted == outcomes[case]["elements"], kind
 
 
 def test_bf16_is_as_close_to_float32_as_verls_own(outcomes):

@@ -33,6 +33,10 @@ class Case:
     dtype: str = "fp32"
     packed: bool = False
     """Whether sequences are, without padding."""
+    saves: str = ""
+    """Folder of the checkpoint after two steps."""
+    reads: str = ""
+    """Folder of a checkpoint of as many ranks, which is read in place of training."""
 
 
 def run_cases(folder: Path, cases: list[Case], world: int, timeout_s: float) -> None:
@@ -86,10 +90,17 @@ def outcome(case: Case) -> dict:
     """Build the engine and return its figures before and after two steps."""
     import torch
 
+    from nereus_adapters.verl.facts import cut_elements
+
     try:
         engine = built(case)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    if case.reads:
+        from nereus_adapters.verl.resuming import fill_engine
+
+        fill_engine(engine, "actor", Path(case.reads), torch.distributed.get_world_size())
+        return {"outputs": inferred(engine, case)}
     found = {"outputs": inferred(engine, case), "losses": [], "grad_norms": []}
     for step in range(STEPS):
         with engine.train_mode():
@@ -103,6 +114,9 @@ def outcome(case: Case) -> dict:
         name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
         for name, parameter in engine.module.named_parameters()
     }
+    if case.saves:
+        engine.save_checkpoint(case.saves, global_step=STEPS)
+    found["facts"] = dict(cut_elements(engine))
     local = [p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters()]
     found["elements"] = sum(tensor.numel() for tensor in local)
     assert all(torch.isfinite(tensor).all() for tensor in found["weights"].values())
