@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-from verl_cpu.engines import STEPS, Case, run_cases
+from verl_cpu.engines import RATE, STEPS, Case, run_cases
 
 from nereus_adapters.verl.cuts import ROWS, Cut
 from nereus_adapters.verl.fitting import Fitting
@@ -120,6 +120,7 @@ def test_it_computes_and_learns_what_verls_own_engine_does(outcomes, kind, degre
     ours, verls = outcomes[f"{kind}-{degree}"], outcomes[f"{kind}-verl"]
     assert "error" not in ours, ours
     assert len(ours["grad_norms"]) == STEPS
+    assert all(ours["grad_norms"])
     for key in ("outputs", "after"):
         scale = verls[key].abs().max()
         assert (ours[key] - verls[key]).abs().max() <= ULPS * scale, key
@@ -128,8 +129,9 @@ def test_it_computes_and_learns_what_verls_own_engine_does(outcomes, kind, degre
         assert ours[key] == pytest.approx(verls[key], rel=ULPS)
     assert sorted(ours["weights"]) == sorted(verls["weights"])
     for name, tensor in verls["weights"].items():
-        scale = tensor.abs().max()
-        assert (ours["weights"][name] - tensor).abs().max() <= ULPS * scale, name
+        # Adam divides gradients by their size, so that the least ones' rounding shows.
+        allowed = ULPS * tensor.abs().max() + 0.01 * RATE
+        assert (ours["weights"][name] - tensor).abs().max() <= allowed, name
     for name, moment in verls["moments"].items():
         scale = moment.abs().max()
         assert scale > 0, name

@@ -16,6 +16,8 @@ from verl_cpu.command import environment
 
 PROMPTS = 8
 STEPS = 2
+RATE = 1e-3
+"""Of learning."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def outcome(case: Case) -> dict:
         with engine.train_mode():
             trained = engine.train_batch(batch(engine, case, step), loss_function=loss_of(case))
         found["losses"].append(summed(engine, sum(trained["loss"])))
-        found["grad_norms"].append(trained["metrics"]["grad_norm"])
+        found["grad_norms"].append(trained["metrics"].get("grad_norm"))  # rank 0 of a unit has it
         engine.lr_scheduler_step()
     found["after"] = inferred(engine, case)
     found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
@@ -157,7 +159,7 @@ def built(case: Case):
             use_torch_compile=False,
         ),
         optimizer_config=FSDPOptimizerConfig(
-            lr=1e-3, total_training_steps=10, clip_grad=1e-3, weight_decay=0.01
+            lr=RATE, total_training_steps=10, clip_grad=1e-3, weight_decay=0.01
         ),
         checkpoint_config=CheckpointConfig(),
     )
