@@ -61,7 +61,8 @@ def check_job(job: Job) -> None:
         problems.append(f"{min(twice)} is listed twice")
     if missing := sorted({s.model for s in job.workload.stages} - set(job.models)):
         problems.append(f"there is no model for {', '.join(missing)}")
-    named = {*job.row_cut, *job.kv_heads_cut, *job.sequence_ranks, *job.micro_tokens}
+    named = {*job.row_cut, *job.kv_heads_cut, *job.logits_whole}
+    named |= {*job.sequence_ranks, *job.micro_tokens}
     if strange := sorted(named - set(job.workload.stages)):
         problems.append(f"{strange[0]} is cut or shared, and is no stage of the job")
     if job.sequence_ranks and job.device_batch is None:

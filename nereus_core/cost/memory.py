@@ -52,7 +52,8 @@ def transient_bytes(
         return np.asarray(cache + 2 * _LOGITS_BYTES * shapes.vocab * alive)
     tokens = _micro_batch_tokens(job, stage, options, sequences / ranks, lengths)
     # Logits and their softmax; a value head has one output.
-    logits = 2 * _LOGITS_BYTES * (shapes.vocab * ranks if model.head == "lm" else 1.0) * tokens
+    outputs = shapes.vocab * (options.tp if stage in job.logits_whole else ranks)
+    logits = 2 * _LOGITS_BYTES * (outputs if model.head == "lm" else 1.0) * tokens
     # Kept for backward per token and layer: block inputs, normed inputs (twice), q, k, v, attention
     # output; gate, up, activation, product (Korthikanti et al. 2022 without dropout and scores).
     # With sequence parallelism each rank keeps its part of what all ranks hold otherwise.

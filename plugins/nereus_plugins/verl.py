@@ -92,10 +92,23 @@ def _vendor(module: Any) -> None:
     def environment(config: Any = None) -> Any:
         found = once(config)
         if _own_engine(config):
+            _require_no_other(found["env_vars"].get(VENDOR_KEY) or os.environ.get(VENDOR_KEY))
             found["env_vars"][VENDOR_KEY] = VENDOR
         return found
 
     module.get_ppo_ray_runtime_env = environment
+
+
+def _require_no_other(vendor: str | None) -> None:
+    """Raise ConfigError where the job's engines are to be of another vendor, all of them."""
+    if vendor not in (None, "", VENDOR):
+        from nereus_core.errors import ConfigError
+
+        raise ConfigError(
+            "backend.engine",
+            f"it is 'tp', of vendor {VENDOR!r}, and {VENDOR_KEY}={vendor!r} asks for another; "
+            "unset one of them",
+        )
 
 
 def _own_engine(config: Any) -> bool:

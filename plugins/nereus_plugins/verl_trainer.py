@@ -53,7 +53,8 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
             try:
                 self._nereus = open_session(FRAMEWORK, self, settings)
             except Exception as error:
-                if settings.mode == "adapt":
+                # Nereus's own engine may be what is wrong, and it would train on.
+                if settings.mode == "adapt" or settings.backend.get("engine") == "tp":
                     raise
                 say(refusal(FRAMEWORK, error))
                 return super().fit(*args, **kwargs)

@@ -165,3 +165,20 @@ def test_ranks_that_cut_by_rows_hold_an_even_part_of_everything():
         job = replace(JOB, cluster=big, row_cut=frozenset({ACTOR_TRAIN}))
         found = CostModel(job).table(ACTOR_TRAIN, options, LENGTHS).persistent_bytes[0]
         assert found == pytest.approx(PARAMS * (2 + 2 * 4 + 4) / tp, rel=0.01)
+
+
+def test_logits_that_are_gathered_weigh_the_same_at_any_degree():
+    logits = 2 * 4 * LLAMA_3_1_8B.vocab * 2 * LENGTHS.total_max  # and their softmax, in float32
+
+    def need(stage, tp, **more):
+        job = replace(JOB, micro_batch=2, unit_batch=64, recompute="full", **more)
+        options = Options.within_node(np.array([tp]), np.array([1]), np.array([1]))
+        table = CostModel(job).table(stage, options, LENGTHS)
+        return table.transient_bytes[0]
+
+    whole = {"logits_whole": frozenset({ACTOR_TRAIN, REF_INFER})}
+    for stage, times in ((REF_INFER, 1.0), (ACTOR_TRAIN, 1.5)):  # and their gradient
+        assert need(stage, 1, **whole) == need(stage, 1)
+        for tp in (2, 4, 8):
+            more = need(stage, tp, **whole) - need(stage, tp)
+            assert more == pytest.approx(times * logits * (1 - 1 / tp), rel=1e-6)

@@ -16,6 +16,7 @@ import ray
 
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import CAPABILITIES, shards
+from nereus_adapters.verl.fitting import Fitting, serves
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.peaks import device_peaks
@@ -43,7 +44,6 @@ from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.errors import (
     Infeasible,
-    OutOfDeviceMemory,
     PlanError,
     SeatDead,
     StateDiffers,
@@ -59,7 +59,6 @@ from nereus_core.plan import Plan
 from nereus_core.primitives import (
     Merge,
     Primitive,
-    apply,
     created,
     ended,
     model_stage_of,
@@ -107,6 +106,8 @@ class VerlAdapter(LedgerAdapter):
             trainer, ranks.facts[0], (*own, *spare), settings, ulysses,
             hybrid=self._hybrid, sleepers=sleepers,
         )  # fmt: skip
+        share = None if self._hybrid else float(rollout.gpu_memory_utilization)
+        self._fitting = Fitting.of(self._job, ranks.facts[0], share)
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self.linked = self._units
@@ -167,7 +168,7 @@ class VerlAdapter(LedgerAdapter):
         serves.
         """
         found = alive(unit, self.units())
-        if _serves(found):
+        if serves(found):
             return Fingerprint(unit, {}, {})
         answers = call_all(
             self.fleet.workers(found.devices), shards.digests, _ROLE_OF[unit.model_stage],
@@ -250,7 +251,7 @@ class VerlAdapter(LedgerAdapter):
         apart = not self._hybrid and stage.stage is Stage.GENERATE
         if not apart:
             self._require_runs(op)
-        self._require_fits(op, readable)
+        self._fitting.require(op, readable, self.linked)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
         if not apart:
@@ -301,7 +302,7 @@ class VerlAdapter(LedgerAdapter):
 
     def _end(self, unit: Unit) -> None:
         """End a unit of this transition at once; one that the job steps on, with the switch."""
-        if _serves(unit):
+        if serves(unit):
             self.rollouts.end(unit.id)
         elif unit.id not in self.linked:
             call_all(
@@ -319,33 +320,3 @@ class VerlAdapter(LedgerAdapter):
             # Between ranks of separate_async lie replicas' devices; the switch knows who they are.
             if places != run and (self._hybrid or places != sorted(places)):
                 raise Infeasible(f"{op}: {unit} is no run of verl's ranks.", op)
-
-    def _require_fits(self, op: Primitive, units: UnitMap) -> None:
-        """Raise OutOfDeviceMemory unless the states of all units fit where new ones shall lie."""
-        after, capacity = apply(op, units), self._job.cluster.device_spec.memory_bytes
-        if not self._hybrid:  # replicas that have ended serve until the epoch switch
-            ending = [u for u in serving(self.linked).values() if u.id not in after]
-            made = {(u.devices, u.layout) for u in created(op) if _serves(u)}
-            # One that comes back is the one that is there.
-            serve_on = [u for u in ending if (u.devices, u.layout) not in made]
-            after = after.replace((), serve_on)
-        for device in dict.fromkeys(d for unit in created(op) for d in unit.devices):
-            need = sum(self._kept_bytes(u) for u in after.values() if device in u.devices)
-            if need > capacity:
-                raise OutOfDeviceMemory(str(op), device, need, capacity)
-
-    def _kept_bytes(self, unit: Unit) -> int:
-        """Bytes that a unit keeps on each of its devices.
-
-        A standalone engine takes its share of a device when it starts and keeps it.
-        """
-        stage = unit.model_stage
-        if _serves(unit) and not self._hybrid:
-            share = float(self._trainer.config.actor_rollout_ref.rollout.gpu_memory_utilization)
-            return int(share * self._job.cluster.device_spec.memory_bytes)
-        each = self._job.precision.kept_bytes(stage.stage) * self._job.model(stage).num_params
-        return each // len(unit.devices)
-
-
-def _serves(unit: Unit) -> bool:
-    return unit.model_stage.stage is Stage.GENERATE

@@ -5,8 +5,9 @@ Nothing here touches a device: configurations, mesh shapes and process facts onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from nereus_adapters.verl.tensor_parallel import VENDOR
@@ -31,6 +32,9 @@ class EngineFacts:
     """Whether sequences are packed without padding, as Ulysses needs them."""
     tensor_parallel: bool = False
     """Whether it is Nereus's own engine (`tensor_parallel`)."""
+    elements: Mapping[int, int] = field(default_factory=dict)
+    """Of its parameters where it is, by the extent that its ranks cut: all of a rank's where they
+    do not divide it, as of 1, which is that of tensors that are cut nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,18 @@ def _facts(role: str, held: Any) -> EngineFacts:
         sequence_ranks=int(getattr(engine, "ulysses_sequence_parallel_size", 1)),
         packs=bool(getattr(engine, "use_remove_padding", True)),
         tensor_parallel=getattr(engine, "vendor", None) == VENDOR,
+        elements=cut_elements(engine),
     )
+
+
+def cut_elements(engine: Any) -> Mapping[int, int]:
+    """Return `EngineFacts.elements` of a live engine."""
+    found: Counter[int] = Counter()
+    cuts = getattr(engine, "cuts", {})
+    for name, parameter in engine.module.named_parameters() if cuts else ():
+        dim = cuts[name].dim
+        found[1 if dim is None else parameter.shape[dim]] += parameter.numel()
+    return dict(found)
 
 
 def _layout(engine: Any, mesh: Any) -> Layout:

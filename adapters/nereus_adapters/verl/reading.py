@@ -10,6 +10,7 @@ from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.sleeping import asleep_bytes
 from nereus_adapters.verl.standing import ROLES
+from nereus_adapters.verl.tensor_parallel import VENDOR, VENDOR_KEY
 from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.device_specs import CPU_SEAT, DEVICE_SPECS, LINK_SPECS
@@ -104,7 +105,8 @@ def _sharing(
     tokens = {ROLES[role]: budget for role, budget in budgets(passes).items()}
     own = frozenset(roles.values())
     if settings.engine == "tp":  # its degrees of Ulysses are 1
-        return {"unit_batch": shared, "kv_heads_cut": own, "micro_tokens": tokens}
+        cut = {"kv_heads_cut": own, "logits_whole": own}
+        return {**cut, "unit_batch": shared, "micro_tokens": tokens}
     how = {"row_cut": own, "micro_tokens": tokens}
     if ulysses.follows:
         return {**how, "unit_batch": shared, "sequence_parallel": True}
@@ -125,7 +127,8 @@ def require_engine(facts: WorkerFacts, settings: VerlSettings) -> None:
             raise ConfigError(
                 "backend.engine",
                 f"it is {settings.engine!r}, and the {engine.role} trains with {runs!r}; the tp "
-                "engine is one of strategy=fsdp2, and Ray has to be started by verl's own command",
+                "engine is one of strategy=fsdp2, and Ray has to be started by verl's own command, "
+                f"with {VENDOR_KEY} in ray_kwargs.ray_init.runtime_env unset, or {VENDOR}",
             )
 
 

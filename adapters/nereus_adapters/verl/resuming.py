@@ -21,7 +21,7 @@ from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import take_optimizer
 from nereus_adapters.verl.shards import Held, local, local_box, no_step, not_adam
-from nereus_adapters.verl.tensor_parallel import VENDOR, VENDOR_KEY
+from nereus_adapters.verl.tensor_parallel import TENSOR_PARALLEL, VENDOR, VENDOR_KEY
 from nereus_core.cluster import Device
 from nereus_core.errors import PrimitiveError
 from nereus_core.state import Box
@@ -48,9 +48,27 @@ def saved_ranks(trainer: Any, role: str, folder: Path) -> int | None:
     if str(part.strategy) != "fsdp2" or not folder.is_dir():
         return None  # another engine's, or a remote folder, which verl copies first
     world = world_of(folder)
-    # Tensor-parallel ranks may be as many as saved it and cut otherwise.
+    if world is None or world != len(trainer.actor_rollout_wg.workers):
+        return world
+    # Tensor-parallel ranks, those that saved it or those there are, may be as many and cut
+    # otherwise.
     own = os.environ.get(VENDOR_KEY) == VENDOR
-    return None if world == len(trainer.actor_rollout_wg.workers) and not own else world
+    return world if own or saved_by_tensor_parallel(folder, world) else None
+
+
+def saved_by_tensor_parallel(folder: Path, world: int) -> bool:
+    """Whether ranks of the tp engine saved a folder: its first file names their mesh."""
+    from torch.distributed.tensor import DTensor
+
+    for kind in ("model", "optim"):
+        if not (folder / f"{kind}_world_size_{world}_rank_0.pt").is_file():
+            continue  # not asked for by checkpoint.save_contents
+        found = _read(folder, kind, world, 0)
+        slots = [found] if kind == "model" else [*found["state"].values()]
+        tensors = (value for slot in slots for value in slot.values())
+        meshes = (value.device_mesh for value in tensors if isinstance(value, DTensor))
+        return any(TENSOR_PARALLEL in (mesh.mesh_dim_names or ()) for mesh in meshes)
+    return False
 
 
 def world_of(folder: Path) -> int | None:

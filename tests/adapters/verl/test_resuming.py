@@ -121,7 +121,7 @@ def test_a_process_without_the_engine_says_so(tmp_path):
 def files(folder, *sizes, last=None):
     folder.mkdir(exist_ok=True)
     for size in sizes:
-        (folder / f"model_world_size_{size}_rank_0.pt").touch()
+        torch.save({}, folder / f"model_world_size_{size}_rank_0.pt")
     if last is not None:
         (folder / "fsdp_config.json").write_text(
             json.dumps({"FSDP_version": 2, "world_size": last})

@@ -16,6 +16,8 @@ from verl_cpu.command import environment
 
 PROMPTS = 8
 STEPS = 2
+RATE = 1e-3
+"""Of learning."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Case:
     """None for verl's own engine."""
     kind: str = "language_model"
     dtype: str = "fp32"
+    packed: bool = False
+    """Whether sequences are, without padding."""
+    saves: str = ""
+    """Folder of the checkpoint after two steps."""
+    reads: str = ""
+    """Folder of a checkpoint of as many ranks, which is read in place of training."""
 
 
 def run_cases(folder: Path, cases: list[Case], world: int, timeout_s: float) -> None:
@@ -84,25 +92,33 @@ def outcome(case: Case) -> dict:
     """Build the engine and return its figures before and after two steps."""
     import torch
 
+    from nereus_adapters.verl.facts import cut_elements
+
     try:
         engine = built(case)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    found = {"outputs": inferred(engine), "losses": [], "norms": []}
-    found["boxes"], found["grad_norms"] = {}, []
+    if case.reads:
+        from nereus_adapters.verl.resuming import fill_engine
+
+        fill_engine(engine, "actor", Path(case.reads), torch.distributed.get_world_size())
+        return {"outputs": inferred(engine, case)}
+    found = {"outputs": inferred(engine, case), "losses": [], "grad_norms": []}
     for step in range(STEPS):
         with engine.train_mode():
-            trained = engine.train_batch(batch(engine, step), loss_function=loss_of(case))
+            trained = engine.train_batch(batch(engine, case, step), loss_function=loss_of(case))
         found["losses"].append(summed(engine, sum(trained["loss"])))
-        if "grad_norm" in trained["metrics"]:
-            found["grad_norms"].append(trained["metrics"]["grad_norm"])
+        found["grad_norms"].append(trained["metrics"].get("grad_norm"))  # rank 0 of a unit has it
         engine.lr_scheduler_step()
-    found["after"] = inferred(engine)
+    found["after"] = inferred(engine, case)
     found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
     found["moments"] = {
         name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
         for name, parameter in engine.module.named_parameters()
     }
+    if case.saves:
+        engine.save_checkpoint(case.saves, global_step=STEPS)
+    found["facts"] = dict(cut_elements(engine))
     local = [p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters()]
     found["elements"] = sum(tensor.numel() for tensor in local)
     assert all(torch.isfinite(tensor).all() for tensor in found["weights"].values())
@@ -127,9 +143,9 @@ def built(case: Case):
         path=case.model,
         model_type=case.kind,
         load_tokenizer=False,
-        use_remove_padding=False,
+        use_remove_padding=case.packed,
         enable_gradient_checkpointing=case.kind == "value_model",
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": "varlen_cpu" if case.packed else "sdpa"},
     )
     precision = {"param_dtype": case.dtype, "reduce_dtype": "fp32"}
     engine = EngineRegistry.new(
@@ -143,7 +159,7 @@ def built(case: Case):
             use_torch_compile=False,
         ),
         optimizer_config=FSDPOptimizerConfig(
-            lr=1e-3, total_training_steps=10, clip_grad=1e-3, weight_decay=0.01
+            lr=RATE, total_training_steps=10, clip_grad=1e-3, weight_decay=0.01
         ),
         checkpoint_config=CheckpointConfig(),
     )
@@ -151,7 +167,7 @@ def built(case: Case):
     return engine
 
 
-def batch(engine, step=0):
+def batch(engine, case, step=0):
     """Return this rank's part of the batch of a step."""
     import torch
     from verl.utils import tensordict_utils as tu
@@ -175,7 +191,7 @@ def batch(engine, step=0):
         {
             "use_dynamic_bsz": False,
             "micro_batch_size_per_gpu": 2,
-            "use_remove_padding": False,
+            "use_remove_padding": case.packed,
             "use_fused_kernels": False,
             "temperature": 1.0,
             "calculate_entropy": False,
@@ -197,13 +213,13 @@ def loss_of(case: Case):
     return loss
 
 
-def inferred(engine):
+def inferred(engine, case):
     """Return outputs of the batch of step 0 in the order of prompts."""
     import torch
     import torch.distributed as dist
 
     with engine.eval_mode():
-        found = engine.infer_batch(batch(engine))["model_output"]
+        found = engine.infer_batch(batch(engine, case))["model_output"]
     key = "values" if "values" in found else "log_probs"
     mine = found[key].values().detach().tolist()
     rows = [None] * dist.get_world_size()

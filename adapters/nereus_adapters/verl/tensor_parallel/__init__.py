@@ -8,6 +8,8 @@ from __future__ import annotations
 
 VENDOR_KEY, VENDOR = "VERL_ENGINE_VENDOR", "nereus"
 """How verl picks it, in every process of the job."""
+TENSOR_PARALLEL = "tp"
+"""Name of the dimension of the engine's mesh along which ranks hold one copy."""
 
 
 def register() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl.workers.engine.fsdp import transformer_impl as verl_fsdp
 
 from nereus_adapters.verl.cuts import Cut
-from nereus_adapters.verl.tensor_parallel import VENDOR
+from nereus_adapters.verl.tensor_parallel import TENSOR_PARALLEL, VENDOR
 from nereus_adapters.verl.tensor_parallel.plan import FEATURE, cuts_of, require_divides, shares_of
 from nereus_adapters.verl.tensor_parallel.styles import share_out
 from nereus_core.errors import Unsupported
@@ -38,7 +38,7 @@ class TensorParallel:
             degree = world
         if world % degree:
             raise Unsupported(FEATURE, f"fsdp_size={degree} does not divide {world} ranks")
-        shape, names = (world // degree, 1, degree), ("ddp", "fsdp", "tp")
+        shape, names = (world // degree, 1, degree), ("ddp", "fsdp", TENSOR_PARALLEL)
         self.device_mesh = init_device_mesh(verl_fsdp.device_name, shape, mesh_dim_names=names)
         self.ulysses_device_mesh = self.ulysses_parallel_group = None
         self.ulysses_sequence_parallel_size, self.use_ulysses_sp = 1, False
@@ -53,6 +53,7 @@ class TensorParallel:
             f"lora_rank={model.lora_rank}": model.lora_rank > 0,
             "use_liger": model.use_liger,
             "use_fused_kernels": model.use_fused_kernels,
+            "enable_activation_offload": model.enable_activation_offload,
             "qat": bool(getattr(getattr(engine, "qat", None), "enable", False)),
         }
         for option, is_on in options.items():
@@ -61,7 +62,7 @@ class TensorParallel:
 
     def _build_fsdp_module(self: Any, module: nn.Module) -> Any:
         """Wrap a module as verl's own engine does with fsdp2, cut by tensor parallelism before."""
-        tp, dp = self.device_mesh["tp"], self.device_mesh["ddp", "fsdp"]
+        tp, dp = self.device_mesh[TENSOR_PARALLEL], self.device_mesh["ddp", "fsdp"]
         shares, whole_mesh = shares_of(module), self.device_mesh
         require_divides(module, shares, tp.size())
         self.cuts, apply_fsdp2 = cuts_of(module, shares), verl_fsdp.apply_fsdp2
@@ -78,7 +79,7 @@ class TensorParallel:
 
     def is_mp_src_rank_with_outputs(self: Any) -> bool:
         """Whether this rank answers for its unit, all of whose ranks compute the same outputs."""
-        return bool(self.device_mesh["tp"].get_local_rank() == 0)
+        return bool(self.device_mesh[TENSOR_PARALLEL].get_local_rank() == 0)
 
     def get_data_parallel_rank(self: Any) -> int:
         """Number of the unit, whose ranks all get the same sequences."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from nereus_adapters.verl.cuts import Cut
+from nereus_adapters.verl.tensor_parallel.exclusions import exclusions
 from nereus_core.errors import Unsupported
 
 FEATURE = "tensor parallelism in training"
@@ -57,14 +58,14 @@ def shares_of(model: nn.Module) -> dict[str, Share]:
     """Say how each module that has parameters of its own is shared, where the degree divides it.
 
     Raises:
-        Unsupported: the model has no plan, or one that is not known.
+        Unsupported: the model has no plan, or one that is not known, or parts that go with none.
     """
     kind, layers = type(model).__name__, getattr(model, "tp_plan", None)
     if not layers:
         raise Unsupported(FEATURE, f"transformers has no tensor-parallel plan for {kind}")
     # An instance's plan leaves out what its class says of the head.
     own = {**(getattr(type(model), "_tp_plan", None) or {}), **layers}
-    found = {}
+    found, unnamed = {}, []
     for name, module in model.named_modules():
         style = _style(own, name)
         if style is not None and style not in _KNOWN:
@@ -74,8 +75,13 @@ def shares_of(model: nn.Module) -> dict[str, Share]:
         share = Share.WHOLE if style is None else _KNOWN[style]
         if share in (Share.COLUMN, Share.ROW, Share.HEAD) and not isinstance(module, nn.Linear):
             raise Unsupported(FEATURE, f"{kind}: {name} is a {type(module).__name__}, not Linear")
-        # A subclass may do more than look up rows.
-        found[name] = Share.VOCABULARY if share is Share.WHOLE and _looks_up(module) else share
+        if style is None:
+            unnamed.append(name)
+        found[name] = Share.VOCABULARY if share is Share.WHOLE and looks_up(module) else share
+    cut = [name for name, share in found.items() if share in (Share.COLUMN, Share.ROW)]
+    if problems := [*exclusions(model, cut, unnamed)]:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise Unsupported(FEATURE, f"{kind}: {'; '.join(problems[:3])}{more}")
     for first, *others in tied(model):
         owners = [name.rpartition(".")[0] for name in (first, *others)]
         if any(found[owner] not in (Share.VOCABULARY, Share.HEAD) for owner in owners):
@@ -99,14 +105,16 @@ def require_divides(model: nn.Module, shares: Mapping[str, Share], degree: int) 
 
 def head_problems(hf_config: Mapping[str, Any], degree: int) -> Iterator[str]:
     """Say which numbers of a model ``degree`` does not divide."""
-    heads = int(hf_config["num_attention_heads"])
+    heads = hf_config.get("num_attention_heads")
+    if heads is None:
+        yield "its configuration has no num_attention_heads"
     numbers = {
         "num_attention_heads": heads,
-        "num_key_value_heads": int(hf_config.get("num_key_value_heads") or heads),
-        "intermediate_size": int(hf_config["intermediate_size"]),
+        "num_key_value_heads": hf_config.get("num_key_value_heads") or heads,
+        "intermediate_size": hf_config.get("intermediate_size"),
     }
     for key, number in numbers.items():
-        if number % degree:
+        if number is not None and int(number) % degree:
             yield f"tp={degree} does not divide {key}={number}"
 
 
@@ -142,5 +150,8 @@ def _style(own: Mapping[str, str], name: str) -> str | None:
     return None
 
 
-def _looks_up(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding and module.max_norm is None
+def looks_up(module: nn.Module) -> bool:
+    """Whether a module looks up rows and does no more but scale them, as Gemma's embeddings do."""
+    scales = type(module).__name__.endswith("TextScaledWordEmbedding")
+    is_known = isinstance(module, nn.Embedding) and (type(module) is nn.Embedding or scales)
+    return is_known and module.max_norm is None and not module.scale_grad_by_freq

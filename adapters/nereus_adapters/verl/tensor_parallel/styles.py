@@ -27,7 +27,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn import functional as F
 
 from nereus_adapters.verl.tensor_parallel.plan import Share, at, tied
 
@@ -120,17 +119,21 @@ class Vocabulary(ParallelStyle):  # type: ignore[misc]
         rows = module.num_embeddings // device_mesh.size()
         first = rows * device_mesh.get_local_rank()
         _distribute(module, device_mesh, Shard(0))
-        padding = module.padding_idx
+        once, padding = module.forward, module.padding_idx
         mine = padding is not None and first <= padding < first + rows
 
         def forward(tokens: torch.Tensor) -> torch.Tensor:
             weight: Any = module.weight
             others = (tokens < first) | (tokens >= first + rows)
-            found = F.embedding(
-                (tokens - first).masked_fill(others, 0),
-                weight.to_local(),
-                padding_idx=padding - first if mine and padding is not None else None,
-            ).masked_fill(others.unsqueeze(-1), 0)
+            # The module's own forward, which may scale what it finds, sees this rank's rows alone.
+            module.padding_idx = padding - first if mine and padding is not None else None
+            module.__dict__["weight"] = weight.to_local()
+            try:
+                found = once((tokens - first).masked_fill(others, 0))
+            finally:
+                module.padding_idx = padding
+                module.__dict__.pop("weight")
+            found = found.masked_fill(others.unsqueeze(-1), 0)
             parts = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
             return parts.redistribute(placements=[Replicate()]).to_local()
 

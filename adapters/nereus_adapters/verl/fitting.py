@@ -1,0 +1,68 @@
+"""fitting: what units keep of a device, and whether those beside each other fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nereus_adapters.verl.facts import WorkerFacts
+from nereus_adapters.verl.standing import ROLES
+from nereus_adapters.verl.switching import serving
+from nereus_core.errors import OutOfDeviceMemory
+from nereus_core.primitives import Primitive, apply, created
+from nereus_core.units import Unit, UnitMap
+from nereus_core.workload import Job, ModelStage, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Bytes that units keep between steps."""
+
+    job: Job
+    elements: Mapping[ModelStage, Mapping[int, int]]
+    """Of a stage's parameters under the tp engine: `EngineFacts.elements`."""
+    standalone: float | None
+    """Share of a device that a rollout's engine takes as it starts and keeps; None where rollouts
+    share the trainers' processes."""
+
+    @classmethod
+    def of(cls, job: Job, facts: WorkerFacts, standalone: float | None) -> Fitting:
+        """Ask the engines of a worker what ranks hold whole."""
+        told = {ROLES[engine.role]: engine.elements for engine in facts.engines}
+        return cls(
+            job, {stage: elements for stage, elements in told.items() if elements}, standalone
+        )
+
+    def require(self, op: Primitive, units: UnitMap, linked: UnitMap) -> None:
+        """Raise OutOfDeviceMemory unless the states of all units fit where new ones shall lie.
+
+        Args:
+            op: What is to be performed.
+            units: Those alive.
+            linked: Those that the job steps on.
+        """
+        after, capacity = apply(op, units), self.job.cluster.device_spec.memory_bytes
+        if self.standalone is not None:  # replicas that have ended serve until the epoch switch
+            ending = [u for u in serving(linked).values() if u.id not in after]
+            made = {(u.devices, u.layout) for u in created(op) if serves(u)}
+            # One that comes back is the one that is there.
+            serve_on = [u for u in ending if (u.devices, u.layout) not in made]
+            after = after.replace((), serve_on)
+        for device in dict.fromkeys(d for unit in created(op) for d in unit.devices):
+            need = sum(self.kept_bytes(u) for u in after.values() if device in u.devices)
+            if need > capacity:
+                raise OutOfDeviceMemory(str(op), device, need, capacity)
+
+    def kept_bytes(self, unit: Unit) -> int:
+        """Bytes that a unit keeps on each of its devices."""
+        stage, ranks = unit.model_stage, len(unit.devices)
+        if serves(unit) and self.standalone is not None:
+            return int(self.standalone * self.job.cluster.device_spec.memory_bytes)
+        held = self.elements.get(stage) or {ranks: self.job.model(stage).num_params}
+        each = sum(n if extent % ranks else n // ranks for extent, n in held.items())
+        return self.job.precision.kept_bytes(stage.stage) * each
+
+
+def serves(unit: Unit) -> bool:
+    """Whether a unit is a replica of the rollout."""
+    return unit.model_stage.stage is Stage.GENERATE

@@ -1,0 +1,51 @@
+"""What the plugin does where Nereus's own engine is asked for."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from nereus_core.errors import ConfigError, WrongHandle
+from nereus_plugins.verl_trainer import built
+
+pytestmark = pytest.mark.real
+
+
+def config(engine):
+    """What the plugin reads of a job that is to be watched alone."""
+    return OmegaConf.create(
+        {
+            "nereus": {"enable": True, "mode": "observe", "backend": {"engine": engine}},
+            "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}},
+            "trainer": {"v1": {"trainer_mode": "sync"}},
+        }
+    )
+
+
+def test_another_vendor_of_engines_is_not_overridden(monkeypatch):
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    monkeypatch.delenv("VERL_ENGINE_VENDOR", raising=False)
+    assert get_ppo_ray_runtime_env(config("tp"))["env_vars"]["VERL_ENGINE_VENDOR"] == "nereus"
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "mindspeed")
+    with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR='mindspeed' asks for another"):
+        get_ppo_ray_runtime_env(config("tp"))
+    assert "nereus" not in get_ppo_ray_runtime_env(config("verl"))["env_vars"].values()
+
+
+def test_what_refuses_nereus_ends_a_job_of_its_own_engine_in_every_mode(capsys):
+    class Trainer:
+        """No trainer that the adapter knows."""
+
+        def __init__(self, config):
+            self.trained = False
+
+        def fit(self):
+            self.trained = True
+
+    watched = built(Trainer, config("verl"))
+    watched.fit()
+    assert watched.trained
+    assert "OFF for this verl job" in capsys.readouterr().err
+    refused = built(Trainer, config("tp"))
+    with pytest.raises(WrongHandle):
+        refused.fit()
+    assert not refused.trained
