@@ -251,7 +251,9 @@ class Controller:
 
     def _act(self, found: Decided) -> None:
         """Carry a decision out; when that fails part-way, plan again from what is intact."""
+        units_lost = False
         for attempt in range(1, ATTEMPTS + 1):
+            units_lost = units_lost or bool(self._outlook.now.lost_units)
             decision, graph = found.decision, found.graph
             assert graph is not None
             try:
@@ -267,7 +269,7 @@ class Controller:
                 return
             except (TransitionFailed, UnitLost) as failure:
                 back = isinstance(failure, TransitionFailed) and failure.rolled_back
-                linked = back and not self._outlook.now.lost_units
+                linked = back and not units_lost  # without them the old plan is none
                 self._outlook.after_failure(graph, failure, linked=linked)
                 if linked:
                     return

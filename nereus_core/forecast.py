@@ -10,10 +10,10 @@ The answer is a survival function, the probability that nothing has crossed afte
 * lengths: a robust line through a window, whose slope has a standard error, plus a random walk of
   the level whose variance is read from the window; crossed when the predicted change is larger than
   the threshold;
-* devices: losses come as a Poisson process of unknown rate. Its posterior is a Gamma distribution
-  (`_PRIOR_LOSSES` + losses seen, steps watched), so the time to the next loss is Lomax
-  distributed: a supply that was quiet for long is expected to stay quiet for long, and one that has
-  only just been met is not;
+* devices of the plan: losses come as a Poisson process of unknown rate. Its posterior is a Gamma
+  distribution (`_PRIOR_LOSSES` + losses seen, steps watched), so the time to the next loss is
+  Lomax distributed: a supply that was quiet for long is expected to stay quiet for long, and one
+  that has only just been met is not;
 * the job: no saving outlives its last step.
 
 Expected steps are the sum of the survival function, which is what a saving per step is multiplied
@@ -29,7 +29,6 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus_core.cluster import Device
 from nereus_core.observation import Observation
 
 _WINDOWS = (64, 32, 16, 8)
@@ -91,10 +90,8 @@ class Forecaster:
     """(step, mean response tokens) of the steps seen last."""
     first_step: int | None = None
     last_step: int | None = None
-    supply: frozenset[Device] | None = None
-    """Healthy devices that are not about to leave, when last seen."""
     losses: int = 0
-    """Steps after which devices had left, or were announced to leave."""
+    """Boundaries at which devices of the plan had left, or were announced to leave."""
 
     def seen(self, observation: Observation) -> Forecaster:
         """Take in an observation; a step seen again replaces what was seen of it."""
@@ -103,17 +100,20 @@ class Forecaster:
             kept = tuple(t for t in tokens if t[0] < observation.step)
             newest = (observation.step, observation.response_tokens.mean)
             tokens = (*kept, newest)[-_WINDOWS[0] :]
-        supply = observation.healthy - observation.draining
-        lost = self.supply is not None and not self.supply <= supply
         first = observation.step if self.first_step is None else self.first_step
         return replace(
             self,
             tokens=tokens,
             first_step=first,
             last_step=max(observation.step, self.last_step or first),
-            supply=supply,
-            losses=self.losses + lost,
         )
+
+    def lost(self) -> Forecaster:
+        """Devices that the plan used have left, or are about to.
+
+        Those that it did not use end no saving, whoever took them.
+        """
+        return replace(self, losses=self.losses + 1)
 
     @property
     def num_steps(self) -> int:

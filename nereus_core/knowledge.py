@@ -153,6 +153,10 @@ class Knowledge:
         triggers = self.triggers.decided(self.lengths.response_mean)
         return replace(self, triggers=triggers, recheck=recheck, watch=watch)
 
+    def lost_devices(self) -> Self:
+        """Devices of the plan have left, or are about to: they may do so again."""
+        return replace(self, forecast=self.forecast.lost())
+
     def attempted(self) -> Self:
         """A transition was tried: cool down, and trust no prediction for what runs now."""
         return replace(

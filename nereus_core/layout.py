@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 from nereus_core.errors import LayoutError
 from nereus_core.model import ModelSpec
+from nereus_core.workload import Job, ModelStage
 
 Degrees = Literal["powers_of_two", "divisors"]
 
@@ -54,13 +55,7 @@ def layout_problems(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     'tp=3 does not divide num_heads=4'
     """
     tp, pp = layout.tp, layout.pp
-    problems = []
-    if model.num_heads % tp:
-        problems.append(f"tp={tp} does not divide num_heads={model.num_heads}")
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
-        problems.append(
-            f"tp={tp} neither divides num_kv_heads={model.num_kv_heads} nor is a multiple of it"
-        )
+    problems = _head_problems(model, tp)
     if model.intermediate % tp:
         problems.append(f"tp={tp} does not divide intermediate={model.intermediate}")
     if (tp - 1) * -(-model.vocab // tp) >= model.vocab:
@@ -68,6 +63,41 @@ def layout_problems(model: ModelSpec, layout: Layout) -> tuple[str, ...]:
     if pp > model.num_layers:
         problems.append(f"pp={pp} exceeds num_layers={model.num_layers}")
     return tuple(problems)
+
+
+def _head_problems(model: ModelSpec, tp: int) -> list[str]:
+    problems = []
+    if model.num_heads % tp:
+        problems.append(f"tp={tp} does not divide num_heads={model.num_heads}")
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        problems.append(
+            f"tp={tp} neither divides num_kv_heads={model.num_kv_heads} nor is a multiple of it"
+        )
+    return problems
+
+
+def stage_problems(job: Job, stage: ModelStage, layout: Layout) -> tuple[str, ...]:
+    """Say why a model-stage of a job cannot have a layout, or return () when it can."""
+    model = job.model(stage)
+    if stage not in job.row_cut:
+        return layout_problems(model, layout)
+    problems = _head_problems(model, layout.tp) if job.sequence_parallel else []
+    if layout.pp > 1:
+        problems.append(f"pp={layout.pp}, and its state is cut by rows alone")
+    return tuple(problems)
+
+
+def stage_layouts(
+    job: Job, stage: ModelStage, max_devices: int, degrees: Degrees = "powers_of_two"
+) -> tuple[Layout, ...]:
+    """Enumerate the layouts that a model-stage may have, as `layouts` does for a model."""
+    if stage not in job.row_cut:
+        return layouts(job.model(stage), max_devices, degrees)
+    return tuple(
+        layout
+        for tp in _allowed(degrees, max_devices)
+        if not stage_problems(job, stage, layout := Layout(tp, 1))
+    )
 
 
 def check_layout(model: ModelSpec, layout: Layout) -> None:
@@ -85,18 +115,18 @@ def layouts(
     ``powers_of_two`` is the usual space of frameworks; ``divisors`` takes every tp that fits the
     model's heads and every pp up to its layers.
     """
-
-    def allowed(most: int) -> Iterable[int]:
-        if degrees == "divisors":
-            return range(1, most + 1)
-        return (1 << k for k in range(most.bit_length()))
-
     return tuple(
         Layout(tp, pp)
-        for tp in allowed(max_devices)
+        for tp in _allowed(degrees, max_devices)
         if not layout_problems(model, Layout(tp, 1))
-        for pp in allowed(min(max_devices // tp, model.num_layers))
+        for pp in _allowed(degrees, min(max_devices // tp, model.num_layers))
     )
+
+
+def _allowed(degrees: Degrees, most: int) -> Iterable[int]:
+    if degrees == "divisors":
+        return range(1, most + 1)
+    return (1 << k for k in range(most.bit_length()))
 
 
 def layer_ranges(num_layers: int, pp: int) -> tuple[range, ...]:

@@ -25,7 +25,7 @@ from nereus_core.errors import (
     UnitLost,
     Unsupported,
 )
-from nereus_core.layout import check_layout
+from nereus_core.layout import stage_problems
 from nereus_core.phases import Enter, Phase, PhaseHook
 from nereus_core.primitives import (
     Extend,
@@ -219,9 +219,8 @@ def _admit(op: Primitive, now: Standing) -> None:
     for unit in created(op):
         if dead := sorted(set(unit.devices) & failed):
             raise Infeasible(f"{op}: {dead[0]} has failed.", op)
-        try:
-            check_layout(now.job.model(stage), unit.layout)
-        except LayoutError as error:
+        if problems := stage_problems(now.job, stage, unit.layout):
+            error = LayoutError(unit.layout, now.job.model(stage).name, problems)
             raise Infeasible(f"{op}: {error}", op) from error
 
 

@@ -57,13 +57,17 @@ class Outlook:
             self.known = known.stepped(before.plan, seen)
         self.now = now = self._look(seen.healthy - seen.draining, before)
         changed = now.usable != before.usable or bool(now.lost_units)
+        used_left = bool(before.plan.devices & (before.usable - now.usable))
         if changed:
             self._log.emit(devices_changed(self.known.step, before, now))
+        if used_left:
+            self.known = self.known.lost_devices()
+        came = bool(now.usable - before.usable)
         self.known, wake = self.known.woken(
             Signals.of(
                 seen,
                 stepped=stepped,
-                devices=supply(before, now) if changed else None,
+                devices=supply(before, now) if came or used_left or now.lost_units else None,
                 memory_problem=now.memory_problem,
                 capacity_bytes=now.job.cluster.device_spec.memory_bytes,
                 predicted_s=predicted_s if known.plan_was_seen else None,
@@ -99,6 +103,8 @@ class Outlook:
             plan = before.plan if now.problem else now.plan
             now = replace(now, plan=plan, problem=f"transition {graph.name} failed: {failure}")
         self.now = now
+        if before.plan.devices & (before.usable - left):
+            self.known = self.known.lost_devices()
         if left != before.usable:
             gone = tuple(u for u in before.units if u not in now.units)
             self._log.emit(devices_changed(self.known.step, before, replace(now, lost_units=gone)))

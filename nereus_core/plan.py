@@ -10,9 +10,9 @@ from typing import Self
 
 from nereus_core.cluster import Device
 from nereus_core.errors import PlanError
-from nereus_core.layout import Layout, layout_problems
+from nereus_core.layout import Layout, stage_problems
 from nereus_core.units import UnitMap
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import Job, ModelStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     ]
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
-        problems += [f"{stage}: {p}" for p in layout_problems(job.model(stage), placement.layout)]
+        problems += [f"{stage}: {p}" for p in stage_problems(job, stage, placement.layout)]
         listed = [d for unit in placement.units for d in unit]
         if not placement.units:
             problems.append(f"{stage} has no unit")
@@ -150,9 +150,8 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
         if any(len(unit) != placement.layout.num_devices for unit in placement.units):
             problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
         problems += [f"{stage}: {d} is not healthy" for d in sorted(set(listed) - healthy)]
-        shared = job.device_batch if stage.stage is not Stage.GENERATE else None
-        if shared is not None and listed and shared % len(listed):
-            problems.append(f"{stage}: {len(listed)} devices do not divide {shared} sequences")
+        if listed and (problem := job.share_problem(stage, len(listed), placement.dp)):
+            problems.append(f"{stage}: {problem}")
     return (*problems, *place_problems(plan, job))
 
 

@@ -53,7 +53,8 @@ class Signals:
     """What one boundary saw. None, or an empty mapping, where nothing was measured."""
 
     devices: str | None
-    """How the devices that plans may use changed, in words; None when they did not."""
+    """How the devices that plans may use changed, in words; None when they did not, and when only
+    some that the plan does not use have left."""
     memory_problem: str | None
     """Why the current plan is predicted not to fit."""
     peak_bytes: Mapping[Device, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple, Self
 
@@ -191,10 +191,36 @@ class Job:
     """Sequences that a framework shares out by device where others do by unit (FSDP): the devices
     of every stage but generation must divide them, and each computes its own with the whole model's
     activations, ``micro_batch`` at a time; None where it does not."""
+    row_cut: frozenset[ModelStage] = frozenset()
+    """Model-stages whose ranks cut every tensor by rows (FSDP): any number of them may hold a copy,
+    whatever heads there are; heads bind them where they share sequences (``sequence_parallel``)."""
+    sequence_ranks: Mapping[ModelStage, int] = field(default_factory=dict)
+    """Devices that share each sequence of a stage under ``device_batch``, whatever its layout
+    (Ulysses sequence parallelism); 1 where a stage is not named."""
+    unit_batch: int | None = None
+    """Sequences that the units of every stage but generation must divide, beside ``global_batch``:
+    parts of a batch that have to fill whole micro-batches; None where none do."""
+    micro_tokens: int | None = None
+    """Tokens that each device of every stage but generation holds at once, where a framework cuts
+    micro-batches by tokens; None where they are ``micro_batch`` sequences."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""
         return self.models[model_stage.model]
+
+    def share_problem(self, stage: ModelStage, num_devices: int, units: int) -> str | None:
+        """Say why a batch cannot be shared out among the devices of a stage, or return None."""
+        if stage.stage is Stage.GENERATE:
+            return None
+        if self.unit_batch is not None and self.unit_batch % units:
+            return f"{units} units do not divide {self.unit_batch} sequences"
+        if self.device_batch is None:
+            return None
+        if num_devices % (ranks := self.sequence_ranks.get(stage, 1)):
+            return f"{ranks} ranks that share each sequence do not divide {num_devices} devices"
+        if self.device_batch % num_devices:
+            return f"{num_devices} devices do not divide {self.device_batch} sequences"
+        return None
 
     def on(self, cluster: Cluster) -> Self:
         """Return the same job on another state of its cluster."""

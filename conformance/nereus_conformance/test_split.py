@@ -12,7 +12,7 @@ from nereus_conformance.suite import Suite
 from nereus_conformance.ties import tied
 from nereus_core.capabilities import Feature
 from nereus_core.errors import Infeasible
-from nereus_core.layout import Layout, layout_problems
+from nereus_core.layout import Layout, stage_problems
 from nereus_core.primitives import Kind, Split, apply
 from nereus_core.state import unit_shards
 from nereus_core.units import Unit
@@ -119,11 +119,11 @@ def test_split_keeps_rng_and_step_count(suite: Suite, arrange: Arranger) -> None
 def test_split_into_indivisible_layout_is_infeasible(arrange: Arranger) -> None:
     """A layout that the model's shapes do not allow is refused before anything is built.
 
-    If this fails, check that layout_problems() is asked before groups are formed.
+    If this fails, check that stage_problems() is asked before groups are formed.
     """
     bad = Layout(3, 1)
     subject = arrange(Stage.TRAIN, PP3)
-    if not layout_problems(subject.job.model(ACTOR_TRAIN), bad):
+    if not stage_problems(subject.job, ACTOR_TRAIN, bad):
         pytest.skip("the harness's model allows tp=3")
     op = subject.split(subject.own()[0], bad)
     with subject.boundary(), refused(subject, Infeasible, str(op)):

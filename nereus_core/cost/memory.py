@@ -50,7 +50,7 @@ def transient_bytes(
         tokens = lengths.prompt_mean + np.minimum(longest, lengths.response_p95)
         cache = 2 * shapes.kv * shapes.layers * each * tokens * alive
         return np.asarray(cache + 2 * _LOGITS_BYTES * shapes.vocab * alive)
-    tokens = np.minimum(job.micro_batch, np.ceil(sequences / ranks)) * lengths.total_max
+    tokens = _micro_batch_tokens(job, stage, options, sequences / ranks, lengths)
     # Logits and their softmax; a value head has one output.
     logits = 2 * _LOGITS_BYTES * (shapes.vocab * ranks if model.head == "lm" else 1.0) * tokens
     # Kept for backward per token and layer: block inputs, normed inputs (twice), q, k, v, attention
@@ -72,6 +72,30 @@ def transient_bytes(
         first = kept * each * tokens * shapes.layers * in_flight
         last = kept * each * tokens * shapes.layers
     return np.asarray(gradients + np.maximum(first, last + 1.5 * logits))
+
+
+def _micro_batch_tokens(
+    job: Job, stage: ModelStage, options: Options, each: FloatArray, lengths: Lengths
+) -> FloatArray:
+    """Tokens that a rank holds at once, in whole sequences' worth of its own share of activations.
+
+    Args:
+        job: The job.
+        stage: One that trains or infers.
+        options: Ways to lay it out.
+        each: Sequences of a rank, were none of them shared; those of a unit where it shares them.
+        lengths: Of sequences.
+    """
+    # Under `Job.device_batch` some ranks may share each sequence: together they hold a micro-batch
+    # of their common sequences, and each of them its part of it.
+    together = float(job.sequence_ranks.get(stage, 1)) if job.device_batch is not None else 1.0
+    micro = np.full(len(options), float(job.micro_batch))
+    if job.micro_tokens is not None:  # a sequence that is longer is held all the same
+        ranks = together if job.device_batch is not None else options.tp
+        longest = job.max_prompt_tokens + job.max_response_tokens
+        micro = np.maximum(1.0, job.micro_tokens * ranks // longest)
+    held = np.minimum(micro, np.ceil(each * together)) / together
+    return np.asarray(held * lengths.total_max)
 
 
 def wave_ladder(job: Job, stage: ModelStage) -> tuple[int, ...]:

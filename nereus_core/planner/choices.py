@@ -11,11 +11,11 @@ import numpy as np
 
 from nereus_core.cost.op_classes import BoolArray, IntArray
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.layout import Layout, layout_problems, layouts
+from nereus_core.layout import Layout, stage_layouts, stage_problems
 from nereus_core.plan import Plan
 from nereus_core.planner.constraints import Constraints
 from nereus_core.planner.groups import Shape
-from nereus_core.workload import Job, ModelStage, Stage
+from nereus_core.workload import Job, ModelStage
 
 Choices = tuple[tuple[int, int, int], ...]
 """(tp, pp, dp) of every way to lay out a stage."""
@@ -92,11 +92,10 @@ def choices_of(
         NoFeasiblePlan: the stage has none.
     """
     total = sum(node_sizes)
-    model = job.model(stage)
     now = None if current is None else current.get(stage)
     if stage in constraints.pinned:
         pinned = constraints.pinned[stage]
-        if problems := layout_problems(model, pinned):
+        if problems := stage_problems(job, stage, pinned):
             raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {problems[0]}")
         for name, degree, most in (
             ("max_tp", pinned.tp, constraints.max_tp),
@@ -106,11 +105,11 @@ def choices_of(
                 raise NoFeasiblePlan(total, f"{stage} is pinned to {pinned} and {name} is {most}")
         known: tuple[Layout, ...] = (pinned,)
     else:
-        known = layouts(model, total, constraints.degrees)
-        if now is not None and now.layout not in known and not layout_problems(model, now.layout):
+        known = stage_layouts(job, stage, total, constraints.degrees)
+        if now and now.layout not in known and not stage_problems(job, stage, now.layout):
             known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
     units = _divisors(job.global_batch, total)
-    shared = job.device_batch if stage.stage is not Stage.GENERATE else None
+    free = job.device_batch is None and job.unit_batch is None
     inside = stage in job.within_node
     choices = [
         (layout.tp, layout.pp, dp)
@@ -119,7 +118,7 @@ def choices_of(
         and constraints.allows_layout(stage, layout)
         for dp in units[: bisect_right(units, total // layout.num_devices)]
         if now is None or constraints.allows_change(stage, now, layout, dp)
-        if shared is None or shared % (layout.num_devices * dp) == 0
+        if free or job.share_problem(stage, layout.num_devices * dp, dp) is None
     ]
     if not choices:
         raise NoFeasiblePlan(

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from nereus_core import __version__
+from nereus_core.events import RunStarted
 from nereus_core.report.page import badge, fold
 from nereus_core.report.quantities import plan_line
 from nereus_core.report.record import RunRecord
@@ -22,7 +23,7 @@ def render(run: RunRecord, *, title: str, baseline: RunRecord | None = None) -> 
     started = run.started
     facts = (
         f"{started.algorithm.upper()} on adapter {started.adapter}, mode {started.mode}, "
-        f"{len(started.devices)} devices, {started.global_batch} sequences per step"
+        f"{_devices(started)}, {started.global_batch} sequences per step"
     )
     if run.finished is None:
         state = "The events end before the run does."
@@ -93,3 +94,10 @@ def write_report(events: Path, output: Path, *, baseline: Path | None = None) ->
 
 def _stylesheet() -> str:
     return files("nereus_core.report").joinpath("report.css").read_text(encoding="utf-8")
+
+
+def _devices(started: RunStarted) -> str:
+    """Count the devices of the start-up plan, and those it could have used where they are more."""
+    used = {d for placed in started.plan.values() for unit in placed["units"] for d in unit}
+    more = len(started.devices) > len(used)
+    return f"{len(used)}{f' of {len(started.devices)}' if more else ''} devices"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nereus_core.hookspecs import hookspec
+
+if TYPE_CHECKING:
+    from nereus_core.plan import Plan
 
 
 @hookspec(firstresult=True)
@@ -32,4 +35,16 @@ def nereus_resume(
 
     Called on: the driver.
     Called when: `nereus_saved_ranks` has named a number, with the same arguments.
+    """
+
+
+@hookspec(firstresult=True)
+def nereus_overrides(name: str, handle: Any, current: Plan, wanted: Plan) -> str | None:
+    """Say in the framework's own words what a user would set to start the job on another plan.
+
+    *handle* is the framework's own job; *current* the plan in force. Stops at the first result that
+    is not None.
+
+    Called on: the driver.
+    Called when: mode advise would have changed the plan, once for each plan.
     """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from nereus_core.admission import Decision
 from nereus_core.attach import attached
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
@@ -19,6 +20,7 @@ from nereus_core.controller import Controller
 from nereus_core.errors import NoFeasiblePlan, StateLost
 from nereus_core.events import EventLog
 from nereus_core.observation import TokenStats
+from nereus_core.plan import Plan
 from nereus_core.registry import Registry
 from nereus_core.report.html import write_report
 from nereus_plugins.banner import banner, refusal, say
@@ -36,6 +38,8 @@ class Session:
     _opened: ExitStack
     explain: Callable[[StateLost], StateLost] = lambda lost: lost
     """Adds to an error what is known of the framework's own checkpoints."""
+    spell: Callable[[Plan, Plan], str | None] = lambda current, wanted: None
+    """Says in the framework's own words how to start it on the second plan instead of the first."""
     _amid_s: float = 0.0
     """Seconds spent in the middle of steps since the last boundary."""
     _closed: bool = False
@@ -50,7 +54,7 @@ class Session:
         if self._closed:
             return {}
         start_s = time.perf_counter()
-        if not self._guarded(self.controller.at_boundary):
+        if not self._guarded(lambda: self._advise(self.controller.at_boundary())):
             return {}
         held_s, amid_s = time.perf_counter() - start_s, self._amid_s
         self._amid_s = 0.0
@@ -66,7 +70,7 @@ class Session:
             NereusError: in mode adapt, when the job cannot go on.
         """
         if not self._closed:
-            self._amid(self.controller.at_boundary)
+            self._amid(lambda: self._advise(self.controller.at_boundary()))
 
     def before_training(self, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Say how long the sequences of a batch are that is about to be trained on.
@@ -79,12 +83,23 @@ class Session:
         """
         if not self._closed:
             stats = TokenStats.of(list(prompt)), TokenStats.of(list(response))
-            self._amid(lambda: self.controller.before_training(*stats))
+            self._amid(lambda: self._advise(self.controller.before_training(*stats)))
 
     def _amid(self, decide: Callable[[], object]) -> None:
         start_s = time.perf_counter()
         self._guarded(decide)
         self._amid_s += time.perf_counter() - start_s
+
+    def _advise(self, decision: Decision | None) -> None:
+        """In mode advise, say how the user would have what was decided on; once for each plan."""
+        if decision is None or not decision.admitted or self.adapts:
+            return
+        wanted = decision.candidate_plan
+        if wanted is None or str(wanted) in self._said:
+            return
+        self._said.add(str(wanted))
+        if words := self.spell(decision.current_plan, wanted):
+            say(f"[nereus] advice after step {decision.step}: {wanted}; to start on it: {words}")
 
     def _guarded(self, decide: Callable[[], object]) -> bool:
         """Let the controller do its work; what it raises ends the job in mode adapt alone.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nereus_core.config import NereusConfig
+from nereus_core.plan import Plan
 from nereus_core.registry import Registry
 from nereus_plugins import hookspecs
 from nereus_plugins.banner import refusal, say
@@ -60,6 +61,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
                     raise
                 say(refusal(FRAMEWORK, error))
                 return super().fit(*args, **kwargs)
+            self._nereus.spell = lambda current, wanted: _spelled(self, current, wanted)
             try:
                 result = super().fit(*args, **kwargs)
             except BaseException as error:
@@ -114,6 +116,15 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
 
     Adapted.__name__ = Adapted.__qualname__ = trainer.__name__
     return Adapted(config, *args, **kwargs)
+
+
+def _spelled(trainer: Any, current: Plan, wanted: Plan) -> str | None:
+    """Ask the adapter for verl's words for a plan."""
+    registry = Registry.load()
+    registry.add_hookspecs(hookspecs)
+    asked = {"handle": trainer, "current": current, "wanted": wanted}
+    found: str | None = registry.ask(FRAMEWORK, "nereus_overrides", **asked)
+    return found
 
 
 def _bounded(settings: NereusConfig, config: Any) -> NereusConfig:

@@ -3,27 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from memory_job import MemoryJob
 from plans import tiny_job
+from watched import Watched, big_job, good_plan, packed
 
-from nereus_core.cluster import Cluster
-from nereus_core.config import NereusConfig
-from nereus_core.controller import Controller
 from nereus_core.cost import CostModel, Lengths
-from nereus_core.device_specs import H200_SXM, INFINIBAND_NDR, NVLINK4
 from nereus_core.errors import (
     BoundaryTimeout,
     Infeasible,
-    NoFeasiblePlan,
-    StateLost,
     TransitionFailed,
-    UnitLost,
 )
 from nereus_core.events import (
     Decided,
-    DevicesChanged,
-    EventLog,
-    InputIgnored,
     PrimitiveFinished,
     RunFinished,
     RunStarted,
@@ -31,70 +21,9 @@ from nereus_core.events import (
     TransitionFinished,
     TransitionStarted,
 )
-from nereus_core.layout import Layout
 from nereus_core.observation import TokenStats
-from nereus_core.plan import Placement, Plan, plan_problems
-from nereus_core.primitives import Extend, created
-from nereus_core.sim.models import LLAMA_3_1_8B
-from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, BFLOAT16_MIXED, REF_INFER, Job, grpo
-
-
-def big_job(num_devices=8, batch=64):
-    cluster = Cluster.homogeneous(1, num_devices, H200_SXM, NVLINK4, INFINIBAND_NDR)
-    models = {"actor": LLAMA_3_1_8B, "ref": LLAMA_3_1_8B}
-    return Job(grpo(), models, cluster, batch, 512, 8192, BFLOAT16_MIXED, 2)
-
-
-def packed(job, **layouts):
-    """A plan with every stage on all healthy devices."""
-    stages = {"generate": ACTOR_GENERATE, "train": ACTOR_TRAIN, "ref": REF_INFER}
-    return Plan(
-        {
-            stages[name]: Placement.packed(Layout(*layout), job.cluster.healthy)
-            for name, layout in layouts.items()
-        }
-    )
-
-
-class Watched:
-    """A controller on a memory job, with all it said."""
-
-    def __init__(self, job, plan, *, config=None, veto=None, **options):
-        self.events, self.told = [], []
-        self.job = MemoryJob(job, plan, **options)
-        log = EventLog(None, lambda: 0.0)
-        log.subscribe(lambda event, at_s: self.events.append(event))
-        more = {} if veto is None else {"veto": veto}
-        self.controller = Controller(
-            self.job.adapter,
-            NereusConfig.of(config or {}),
-            log,
-            lambda hook, **values: self.told.append(hook),
-            lambda: 0.0,
-            **more,
-        )
-
-    def run(self, *tokens):
-        """Step and meet the boundary; returns the decisions."""
-        found = []
-        for mean in tokens:
-            try:
-                self.job.step(mean)
-            except UnitLost:
-                found.append(self.controller.at_boundary())
-                self.job.step(mean)
-            found.append(self.controller.at_boundary())
-        return found
-
-    def of(self, kind):
-        return [e for e in self.events if isinstance(e, kind)]
-
-
-def good_plan(job, tokens):
-    """What the controller itself settles on for a length."""
-    watched = Watched(job, packed(job, generate=(8, 1), train=(8, 1), ref=(8, 1)))
-    watched.run(*[tokens] * 6)
-    return watched.controller.plan
+from nereus_core.plan import Plan
+from nereus_core.workload import ACTOR_TRAIN
 
 
 def test_a_poor_plan_is_left_for_a_better_one_and_the_job_steps_faster():
@@ -205,159 +134,6 @@ def test_a_veto_holds_an_opportunistic_transition_and_its_reason_is_on_record():
     assert watched.controller.plan == plan
 
 
-def test_a_lost_device_is_survived_and_taken_back_when_it_returns():
-    job = big_job()
-    watched = Watched(job, good_plan(job, 1500))
-    watched.run(1500, 1500)
-    gone = job.cluster.devices[3]
-    watched.job.fail(gone)
-    decision, *_ = watched.run(1500)
-    assert (decision.path, decision.trigger, decision.admitted) == ("urgent", "devices", True)
-    assert gone not in watched.controller.plan.devices
-    changed = watched.of(DevicesChanged)[-1]
-    assert changed.lost == (str(gone),)
-    assert changed.lost_units
-    watched.run(1500, 1500, 1500)
-    watched.job.give_back(gone)
-    watched.run(*[1500] * 6)
-    assert watched.of(DevicesChanged)[-1].returned == (str(gone),)
-    assert gone in watched.controller.plan.devices
-    assert watched.job.step_number == 11
-    made = [u.id for kind, op in watched.job.adapter.log if kind == "done" for u in created(op)]
-    assert len(made) == len(set(made)), "an id was used twice"
-
-
-def test_devices_that_the_job_did_not_start_with_are_used_at_the_boundary_they_come():
-    job, larger = big_job(4), big_job(8)
-    watched = Watched(job, packed(job, generate=(4, 1), train=(4, 1), ref=(4, 1)))
-    watched.run(*[1500] * 4)
-    assert len(watched.controller.plan.devices) == 4
-    watched.job.grow(larger)
-    decision, *_ = watched.run(1500)
-    assert decision.trigger == "devices"
-    new = set(larger.cluster.devices) - set(job.cluster.devices)
-    assert watched.of(DevicesChanged)[-1].returned == tuple(map(str, sorted(new)))
-    assert not watched.of(InputIgnored)
-    watched.run(*[1500] * 6)
-    assert new <= watched.controller.plan.devices
-
-
-def test_nobody_can_veto_what_is_urgent():
-    job = big_job()
-    watched = Watched(job, good_plan(job, 1500), veto=lambda decision: "never")
-    watched.job.fail(job.cluster.devices[3])
-    decision, *_ = watched.run(1500)
-    assert decision.admitted
-    assert watched.job.step_number == 0
-
-
-def test_a_draining_device_is_left_before_it_goes():
-    job = big_job()
-    watched = Watched(job, good_plan(job, 1500))
-    watched.run(1500)
-    leaving = job.cluster.devices[:2]
-    watched.job.drain(*leaving)
-    (decision,) = watched.run(1500)
-    assert decision.path == "urgent"
-    assert watched.controller.plan.devices.isdisjoint(leaving)
-    assert not watched.of(DevicesChanged)[-1].lost_units
-
-
-def test_a_generate_stage_whose_units_are_all_lost_comes_back_from_training():
-    job = big_job()
-    d = job.cluster.devices
-    plan = Plan(
-        {
-            ACTOR_GENERATE: Placement.packed(Layout(2, 1), d[:2]),
-            ACTOR_TRAIN: Placement.packed(Layout(4, 1), d[4:]),
-            REF_INFER: Placement.packed(Layout(4, 1), d[4:]),
-        }
-    )
-    watched = Watched(job, plan)
-    watched.job.fail(*d[:2])
-    watched.run(1000)
-    assert not plan_problems(watched.controller.plan, watched.job.adapter.job())
-    assert watched.job.step_number == 0
-
-
-def test_a_reference_whose_units_are_all_lost_is_loaded_again():
-    job = big_job()
-    d = job.cluster.devices
-    plan = Plan(
-        {
-            ACTOR_GENERATE: Placement.packed(Layout(4, 1), d[4:]),
-            ACTOR_TRAIN: Placement.packed(Layout(4, 1), d[4:]),
-            REF_INFER: Placement.packed(Layout(2, 1), d[:2]),
-        }
-    )
-    watched = Watched(job, plan)
-    watched.job.fail(*d[:2])
-    watched.run(1000)
-    assert not plan_problems(watched.controller.plan, watched.job.adapter.job())
-    assert watched.job.step_number == 0
-
-
-def test_a_train_stage_without_an_intact_unit_is_a_named_loss():
-    job = big_job()
-    watched = Watched(job, packed(job, generate=(1, 1), train=(8, 1), ref=(8, 1)))
-    watched.job.fail(job.cluster.devices[0])
-    with pytest.raises(StateLost, match="actor/train"):
-        watched.run(1000)
-
-
-def test_nothing_fits_on_what_is_left():
-    job = big_job()
-    d = job.cluster.devices
-    plan = packed(job, generate=(4, 1), train=(4, 1), ref=(4, 1))
-    watched = Watched(job, plan)
-    watched.job.fail(*d[:4], *d[5:])
-    with pytest.raises((NoFeasiblePlan, StateLost)):
-        watched.run(1000)
-
-
-def test_a_device_lost_during_the_transition_leads_to_another_plan():
-    job = big_job()
-    plan = packed(job, generate=(1, 1), train=(4, 1), ref=(4, 1))
-    watched = Watched(job, plan)
-    d = job.cluster.devices
-    struck = []
-
-    def strike(op, phase):
-        if phase == "commit" and not struck and isinstance(op, Extend):
-            struck.append(op)
-            watched.job.fail(d[1])
-            raise UnitLost([op.unit.id], tuple(watched.job.adapter.units()), "seat gone")
-
-    watched.job.adapter.fault = strike
-    watched.job.drain(d[7])
-    watched.run(1000)
-    if struck:
-        assert [e.outcome for e in watched.of(TransitionFinished)] == ["failed", "done"]
-        assert {d[1], d[7]}.isdisjoint(watched.controller.plan.devices)
-    assert not plan_problems(watched.controller.plan, watched.job.adapter.job())
-    watched.run(1000)
-
-
-def test_a_loss_reported_after_a_primitive_was_done_still_ends_in_a_linked_plan():
-    job = big_job()
-    watched = Watched(job, packed(job, generate=(2, 1), train=(4, 1), ref=(4, 1)))
-    adapter, struck = watched.job.adapter, []
-    truth = adapter._commit
-
-    def late(op, atlas):
-        receipt = truth(op, atlas)
-        if not struck:
-            struck.append(op)
-            raise UnitLost([], tuple(adapter.units()), "another seat ended")
-        return receipt
-
-    adapter._commit = late
-    watched.job.drain(job.cluster.devices[7])
-    watched.run(1000)
-    assert [e.outcome for e in watched.of(TransitionFinished)] == ["failed", "done"]
-    assert adapter.plan_linked == watched.controller.plan == Plan.of_units(adapter.units())
-
-
 def test_a_failed_opportunistic_transition_leaves_the_old_plan_running():
     job = big_job()
     plan = packed(job, generate=(8, 1), train=(2, 4), ref=(8, 1))
@@ -393,21 +169,6 @@ def test_state_that_changed_in_a_transition_stops_the_job():
     watched.job.drain(job.cluster.devices[3])
     with pytest.raises(TransitionFailed, match="verification failed"):
         watched.run(20)
-
-
-def test_lost_devices_end_the_run_after_three_attempts():
-    job = big_job()
-    watched = Watched(job, packed(job, generate=(1, 1), train=(2, 1), ref=(2, 1)))
-
-    def strike(op, phase):
-        if phase == "prepare":
-            raise UnitLost([], tuple(watched.job.adapter.units()), "seat gone")
-
-    watched.job.adapter.fault = strike
-    watched.job.drain(job.cluster.devices[7])
-    with pytest.raises(TransitionFailed):
-        watched.run(1000)
-    assert len(watched.of(TransitionStarted)) == 3
 
 
 def test_the_run_is_framed_by_its_first_and_last_event():

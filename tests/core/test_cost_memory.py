@@ -103,3 +103,29 @@ def test_ranks_with_sequences_of_their_own_share_state_and_no_activations():
         alone = need(1, device_batch=64) - state
         assert need(tp, device_batch=64) - state / tp == pytest.approx(alone, rel=0.02)
         assert need(tp, device_batch=64) > need(tp)
+
+
+def test_ranks_that_share_sequences_hold_a_part_of_each():
+    state = PARAMS * (2 + 2 * 4 + 4 + 4)
+
+    def activations(tp, **more):
+        job = replace(JOB, micro_batch=2, **more)
+        plan = plan_of(train=(Layout(tp, 1), DEVICES[:tp]))
+        return CostModel(job).memory(plan, LENGTHS)[DEVICES[0]] - state / tp
+
+    alone = activations(1, device_batch=64)
+    # Ulysses of a fixed degree, beside FSDP groups of any size: two sequences at a time on a pair.
+    pairs = {"device_batch": 128, "sequence_ranks": {ACTOR_TRAIN: 2}}
+    for tp in (2, 4, 8):
+        assert activations(tp, **pairs) == pytest.approx(alone / 2, rel=0.02)
+    # Ulysses over each unit: two sequences at a time on all its ranks.
+    units = {"unit_batch": 64, "sequence_parallel": True}
+    for tp in (2, 4, 8):
+        assert activations(tp, **units) == pytest.approx(alone / tp, rel=0.02)
+    # Where micro-batches are cut by tokens of a rank, more ranks hold more sequences at once.
+    longest = JOB.max_prompt_tokens + JOB.max_response_tokens
+    for tp in (1, 2, 4, 8):
+        assert activations(tp, micro_tokens=2 * longest, **units) == pytest.approx(alone, rel=0.02)
+    for tp in (2, 4, 8):
+        found = activations(tp, micro_tokens=2 * longest, **pairs)
+        assert found == pytest.approx(alone, rel=0.02)

@@ -2,10 +2,22 @@ import dataclasses
 
 import pytest
 
+from nereus_core.cluster import Cluster
+from nereus_core.device_specs import H100_SXM, INFINIBAND_NDR, NVLINK4
 from nereus_core.errors import LayoutError
-from nereus_core.layout import Layout, check_layout, layer_ranges, layout_problems, layouts
+from nereus_core.layout import (
+    Layout,
+    check_layout,
+    layer_ranges,
+    layout_problems,
+    layouts,
+    stage_layouts,
+    stage_problems,
+)
 from nereus_core.model import ModelSpec
+from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.sim.models import LLAMA_3_1_8B, TINY
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Job, grpo
 
 SMOLLM2 = ModelSpec("smollm2", "llama", 30, 576, 1536, 9, 3, 64, 49152, tied_embeddings=True)
 
@@ -52,3 +64,20 @@ def test_text_round_trips_and_bad_text_is_refused():
     for text in ("", "4x2", "tp4", "tpXpp1", "tp0pp1"):
         with pytest.raises(ValueError, match=r"layout|degrees"):
             Layout.parse(text)
+
+
+def test_ranks_that_cut_by_rows_are_bound_by_heads_only_where_they_share_sequences():
+    cluster = Cluster.homogeneous(1, 8, H100_SXM, NVLINK4, INFINIBAND_NDR)
+    models = {"actor": SMOLLM2, "ref": SMOLLM2}
+    job = Job(grpo(), models, cluster, 64, 128, 128, row_cut=frozenset({ACTOR_TRAIN}))
+    assert stage_layouts(job, ACTOR_TRAIN, 8) == tuple(Layout(tp, 1) for tp in (1, 2, 4, 8))
+    assert {layout.tp for layout in stage_layouts(job, ACTOR_GENERATE, 8)} == {1}
+    assert "pp=2" in stage_problems(job, ACTOR_TRAIN, Layout(2, 2))[0]
+    shared = dataclasses.replace(job, sequence_parallel=True)  # nine heads
+    assert stage_layouts(shared, ACTOR_TRAIN, 8) == (Layout(1, 1),)
+    assert {x.tp for x in stage_layouts(shared, ACTOR_TRAIN, 9, "divisors")} == {1, 3, 9}
+    whole = Placement.packed(Layout(8, 1), cluster.devices)
+    single = Placement.packed(Layout(1, 1), cluster.devices)
+    plan = Plan({ACTOR_GENERATE: single, REF_INFER: single, ACTOR_TRAIN: whole})
+    assert plan_problems(plan, job) == ()
+    assert "does not divide num_heads=9" in plan_problems(plan, shared)[0]

@@ -72,6 +72,27 @@ def test_lost_state_is_told_with_what_a_framework_knows_of_its_checkpoints(
     assert last.outcome.endswith("the newest checkpoint is ckpt/7.")
 
 
+def test_what_would_be_done_is_said_in_the_frameworks_own_words_once(launched, capsys, settings):
+    policy = {"admission": "saving>0"}
+    session = open_session("sim", launched.handle, settings(mode="advise", policy=policy))
+    asked = []
+
+    def spell(current, wanted):
+        asked.append((current, wanted))
+        return "units=4"
+
+    session.spell = spell
+    while not launched.finished:
+        launched.step()
+        session.at_boundary()
+    session.close()
+    (current, wanted), *more = asked
+    assert not [plan for _, plan in more if plan == wanted]
+    assert current == session.controller.plan != wanted  # nothing was changed
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if str(wanted) in line]
+    assert said == f"[nereus] advice after step 0: {wanted}; to start on it: units=4"
+
+
 def test_seconds_spent_in_the_middle_of_a_step_are_told_at_the_next_boundary(
     launched, tmp_path, settings
 ):

@@ -10,11 +10,20 @@ from planner_cases import small_problem
 
 from nereus_core.cost import CostModel
 from nereus_core.errors import NoFeasiblePlan
-from nereus_core.layout import Layout, layout_problems
+from nereus_core.layout import Layout, stage_problems
 from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner import Constraints, best
 from nereus_core.planner.groups import packed
 from nereus_core.workload import Stage
+
+
+def shared_out(job, stage, devices, dp) -> bool:
+    if stage.stage is Stage.GENERATE:
+        return True
+    if job.unit_batch is not None:
+        return job.unit_batch % dp == 0
+    pairs = job.sequence_ranks.get(stage, 1)
+    return job.device_batch is None or (job.device_batch % devices == 0 and devices % pairs == 0)
 
 
 def placements(job, stage, devices) -> list[Placement]:
@@ -22,12 +31,11 @@ def placements(job, stage, devices) -> list[Placement]:
     found = []
     for tp, pp, dp in product([1, 2, 4, 8], [1, 2, 4, 8], range(1, len(devices) + 1)):
         layout = Layout(tp, pp)
-        shared = job.device_batch if stage.stage is not Stage.GENERATE else None
         if (
             tp * pp * dp == len(devices)
             and job.global_batch % dp == 0
-            and (shared is None or shared % len(devices) == 0)
-            and not layout_problems(job.model(stage), layout)
+            and shared_out(job, stage, len(devices), dp)
+            and not stage_problems(job, stage, layout)
             and (placement := packed(layout, dp, devices)) is not None
         ):
             found.append(placement)
@@ -50,13 +58,32 @@ def exhaustive_s(cost, lengths):
     return found
 
 
+def by_device(job, seed):
+    return {"device_batch": job.global_batch // (1 + seed % 2)}
+
+
+def by_rows(job, seed):
+    """Any number of ranks may hold a copy, whatever heads there are."""
+    cut = frozenset(s for s in job.workload.stages if s.stage is not Stage.GENERATE)
+    return {**by_device(job, seed), "row_cut": cut}
+
+
+def in_pairs(job, seed):
+    """Of one stage two devices share each sequence."""
+    training = [s for s in job.workload.stages if s.stage is Stage.TRAIN]
+    return {"device_batch": job.global_batch, "sequence_ranks": {training[seed % len(training)]: 2}}
+
+
+def by_unit(job, seed):
+    return {"unit_batch": max(1, job.global_batch // 2), "sequence_parallel": True}
+
+
+@pytest.mark.parametrize("ways", [by_device, by_rows, in_pairs, by_unit])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_best_plan_with_all_stages_in_the_same_processes_is_exact(seed):
+def test_the_best_plan_with_all_stages_in_the_same_processes_is_exact(seed, ways):
     cost, lengths = small_problem(seed)
     stages = frozenset(cost.job.workload.stages)
-    job = replace(
-        cost.job, together=(stages,), device_batch=cost.job.global_batch // (1 + seed % 2)
-    )
+    job = replace(cost.job, together=(stages,), **ways(cost.job, seed))
     cost = CostModel(job)
     expected = exhaustive_s(cost, lengths)
     try:
@@ -93,3 +120,11 @@ def test_a_plan_that_parts_them_or_does_not_divide_is_a_problem():
     odd = replace(cost.job, device_batch=7)
     two = Plan(dict.fromkeys(stages, packed(Layout(), 2, devices)))
     assert any("do not divide 7 sequences" in p for p in plan_problems(two, odd))
+    units = replace(cost.job, unit_batch=7)
+    assert any("2 units do not divide 7 sequences" in p for p in plan_problems(two, units))
+    train = next(stage for stage in stages if stage.stage is Stage.TRAIN)
+    alone = replace(cost.job, device_batch=8, sequence_ranks={train: 2})
+    single = Plan(dict.fromkeys(stages, packed(Layout(), 1, devices)))
+    assert [p for p in plan_problems(single, alone) if "share each sequence" in p] == [
+        f"{train}: 2 ranks that share each sequence do not divide 1 devices"
+    ]

@@ -19,14 +19,16 @@ from nereus_adapters.torch.manifest import Manifest
 from nereus_adapters.torch.rl.rollout import Rollout
 from nereus_adapters.torch.rl.tasks import Task
 from nereus_adapters.torch.saving import facts, frozen, origin, require_origin, restore, save
+from nereus_adapters.torch.seen import nothing_seen, seen_in
 from nereus_adapters.torch.settings import RlSettings
 from nereus_adapters.torch.steps import Steps
+from nereus_adapters.torch.supply import Supply
 from nereus_adapters.torch.values import Memory, ModelSource
 from nereus_adapters.torch.weights import Weights
 from nereus_core.cluster import Device
-from nereus_core.errors import CheckpointError, NereusError, UnitLost, Unsupported
+from nereus_core.errors import CheckpointError, UnitLost, Unsupported
 from nereus_core.gate import Gate
-from nereus_core.observation import Observation, TokenStats, clip_ratio
+from nereus_core.observation import Observation
 from nereus_core.plan import Plan, check_plan
 from nereus_core.state import Slot, slots_of
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -80,6 +82,7 @@ class TorchJob:
         self.steps_done = manifest.step if manifest else 0
         self.gate = Gate(settings.boundary_s)
         self.fleet = Fleet(pool, sources, settings.step_s)
+        self._supply = Supply(job.cluster.devices, self.fleet)
         self.engines: RolloutJob | None = None
         """What generates, where the seats do not."""
         self._factory = engines
@@ -93,8 +96,6 @@ class TorchJob:
         """Of the step completed last."""
         self.served: dict[UnitId, int] = {}
         """Weight version that each unit generated the last rollout with."""
-        self._retired: frozenset[Device] = frozenset()
-        self._draining: frozenset[Device] = frozenset()
         self._seen: Observation | None = None
         self._lock = threading.RLock()
         try:
@@ -142,8 +143,7 @@ class TorchJob:
     @property
     def failed(self) -> frozenset[Device]:
         """Devices whose seats are gone."""
-        gone = set(self._job.cluster.devices) - self.fleet.pool.alive
-        return self._retired | gone
+        return self._supply.failed
 
     @property
     def units(self) -> UnitMap:
@@ -153,7 +153,7 @@ class TorchJob:
     @property
     def draining(self) -> frozenset[Device]:
         """Devices that will leave once no unit is on them."""
-        return self._draining
+        return self._supply.draining
 
     def item_bytes(self, stage: Stage) -> dict[Slot, int]:
         """Bytes of one element of every slot that a stage keeps."""
@@ -169,11 +169,8 @@ class TorchJob:
             seen, self._seen = self._seen, None
         healthy = frozenset(self.job.cluster.healthy)
         if seen is None:
-            nothing = TokenStats.of([])
-            return Observation(
-                self.steps_done - 1, 0.0, {}, nothing, nothing, {}, healthy, self._draining
-            )
-        return replace(seen, healthy=healthy, draining=self._draining)
+            return nothing_seen(self.steps_done - 1, healthy=healthy, draining=self.draining)
+        return replace(seen, healthy=healthy, draining=self.draining)
 
     # --- Steps --------------------------------------------------------------------------------
 
@@ -276,29 +273,19 @@ class TorchJob:
         return {int(a.value["step"]) for a in self.fleet.settle(calls, self.settings.step_s)}
 
     def _finish(self, rollout: Rollout, step_s: float) -> None:
-        assert rollout.generated is not None
-        assert rollout.scores is not None
-        metrics = {"reward": float(rollout.scores.mean())}
-        for model, found in rollout.metrics.items():
-            for name in ("loss", "grad_norm", "lr", "entropy", "kl", "clip_fraction"):
-                metrics[f"{model}/{name}"] = float(getattr(found, name))
-        peaks = self.peak_bytes()
+        peaks, figures = self.peak_bytes(), dict[str, float]()
         if self.engines is not None:
             signals = self.engines.fleet.signals()
-            metrics |= figures_of(signals)
-            peaks = with_engines(peaks, signals)
-        lengths = [len(t) for t in rollout.generated.tokens]
-        seen = Observation(
-            step=rollout.step,
+            peaks, figures = with_engines(peaks, signals), figures_of(signals)
+        seen = seen_in(
+            rollout,
             step_s=step_s,
-            stage_s=dict(self._steps.stage_s),
-            prompt_tokens=TokenStats.of([len(p.tokens) for p in rollout.prompts]),
-            response_tokens=TokenStats.of(lengths),
+            stage_s=self._steps.stage_s,
             peak_bytes=peaks,
-            healthy=frozenset(self.job.cluster.healthy),
-            draining=self._draining,
-            metrics=metrics,
-            clip_ratio=clip_ratio(lengths, self.job.max_response_tokens),
+            healthy=self.job.cluster.healthy,
+            draining=self.draining,
+            max_response_tokens=self.job.max_response_tokens,
+            engines=figures,
         )
         with self._lock:
             self._seen = seen
@@ -356,20 +343,19 @@ class TorchJob:
             self.engines.link()
         self.fleet.unpark()
         self.fleet.unheard = ()
-        self._retire()
+        self._supply.retire(self.units)
 
     def _follow_pool(self) -> None:
         """Take up what the pool has learned about its devices."""
         pool = self.fleet.pool
-        if leaving := pool.draining - self._draining:
+        if leaving := pool.draining - self.draining:
             self.take(leaving)
         if back := pool.returned:
             self.give(back)
 
     def take(self, devices: Iterable[Device]) -> None:
         """Announce that devices will leave: once no unit is on them, their seats end."""
-        self._draining |= self._known(devices) & self.fleet.pool.alive
-        self._retire()
+        self._supply.take(devices, self.units)
 
     def kill(self, device: Device) -> None:
         """End a seat without notice."""
@@ -377,26 +363,7 @@ class TorchJob:
 
     def give(self, devices: Iterable[Device]) -> None:
         """Devices are back: start their seats; returns when they are up."""
-        back = self._known(devices)
-        self.fleet.reap()  # a unit that was on the old seat is not on the new one
-        self.fleet.start(sorted(back))
-        self._retired -= back
-        self._draining -= back
-
-    def _retire(self) -> None:
-        """End the seats of draining devices that no unit is on."""
-        for device in sorted(self._draining):
-            if not self.units.on(device):
-                self._draining -= {device}
-                self._retired |= {device}
-                self.fleet.pool.stop(device)
-
-    def _known(self, devices: Iterable[Device]) -> frozenset[Device]:
-        wanted = frozenset(devices)
-        if unknown := sorted(wanted - set(self._job.cluster.devices)):
-            known = ", ".join(map(str, self._job.cluster.devices))
-            raise NereusError(f"no device {unknown[0]} in this job; it has {known}.")
-        return wanted
+        self._supply.give(devices)
 
     def close(self) -> None:
         """End the job; its seats too when they are its own. Safe to call twice."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from nereus_adapters.rollout.weights import Cell, publish
+from nereus_adapters.rollout.weights import Cell
 from nereus_adapters.rollout.weights import Piece as RolloutPiece
+from nereus_adapters.torch import looks
 from nereus_adapters.torch.accountant import Accountant
 from nereus_adapters.torch.boxes import read_boxes, write_boxes
 from nereus_adapters.torch.crossing import Digests
@@ -29,7 +29,6 @@ from nereus_adapters.torch.engine import (
     UnitShard,
     make_unit_groups,
 )
-from nereus_adapters.torch.exchange import digest
 from nereus_adapters.torch.faults import FaultKind, Faults
 from nereus_adapters.torch.manifest import Piece
 from nereus_adapters.torch.shells import Shells
@@ -48,7 +47,7 @@ from nereus_adapters.torch.values import (
     SyncPart,
     Ways,
 )
-from nereus_core.state import Box, Slot
+from nereus_core.state import Slot
 from nereus_core.units import UnitId
 
 
@@ -152,35 +151,15 @@ class Seat:
 
     def sums(self, unit: UnitId) -> dict[str, object]:
         """Return digests of a shard's tensors, and its counters: equal on equal shards."""
-        shard = self.units[unit]
-        found: dict[str, object] = dict(shard.counters)
-        for name in shard.names:
-            for slot in shard.slots:
-                flat = shard.tensor(slot, name).contiguous().view(-1)
-                found[f"{slot}/{name}"] = digest(flat).tolist()
-        return found
+        return looks.sums(self.units[unit])
 
     def publish(self, unit: UnitId, name: str, cells: Sequence[Cell]) -> tuple[RolloutPiece, ...]:
         """Write cells of a shard's weights into a segment of this host, for rollout engines."""
-        shard = self.units[unit]
+        return looks.published(self.units[unit], name, cells)
 
-        def read(tensor: str, box: Box) -> np.ndarray[Any, Any]:
-            part = shard.tensor(Slot.PARAM, tensor)[box.within(shard.box(tensor))].cpu()
-            return (part.view(torch.int16) if part.dtype is torch.bfloat16 else part).numpy()
-
-        return publish(name, cells, read)
-
-    def peek(self, unit: UnitId) -> dict[str, tuple[tuple[int, ...], np.ndarray[Any, Any]]]:
+    def peek(self, unit: UnitId) -> dict[str, looks.Seen]:
         """Return a shard's tensors with their offsets, for tests; bf16 as its bit pattern."""
-        shard = self.units[unit]
-        found = {}
-        for name in shard.names:
-            for slot in shard.slots:
-                tensor = shard.tensor(slot, name).cpu()
-                if tensor.dtype is torch.bfloat16:
-                    tensor = tensor.view(torch.int16)
-                found[f"{slot}/{name}"] = (shard.box(name).offset, tensor.numpy())
-        return found
+        return looks.tensors(self.units[unit])
 
     def poke(self, unit: UnitId, slot: Slot, name: str, factor: float, term: float) -> None:
         """Change a tensor where it is held, for tests that need state to be wrong."""
@@ -203,28 +182,8 @@ class Seat:
         return self.accountant.pages.warm_bytes()
 
     def measured_bytes(self) -> int:
-        """Return the bytes of all distinct storages of tensors that live in this process.
-
-        Buffers of modules (rotary frequencies) are left out: they are constants, not state.
-        """
-        gc.collect()
-        things = gc.get_objects()
-        constant = {
-            buffer.untyped_storage().data_ptr()
-            for module in things
-            if issubclass(
-                type(module), torch.nn.Module
-            )  # isinstance asks odd objects for __class__
-            for buffer in module._buffers.values()
-            if buffer is not None
-        }
-        sizes = {
-            storage.data_ptr(): storage.nbytes()
-            for thing in things
-            if issubclass(type(thing), torch.Tensor) and thing.device.type == self.device.type
-            if (storage := thing.untyped_storage()).data_ptr() not in constant
-        }
-        return sum(sizes.values())
+        """Return the bytes of all distinct storages of tensors that live in this process."""
+        return looks.measured_bytes(self.device)
 
     # --- Groups -------------------------------------------------------------------------------
 

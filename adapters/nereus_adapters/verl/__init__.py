@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nereus_adapters.verl.adapter import VerlAdapter
     from nereus_adapters.verl.harness import VerlHarness
     from nereus_core.config import NereusConfig
+    from nereus_core.plan import Plan
 
 NAME = "verl"
 
@@ -131,3 +132,13 @@ def nereus_resume(
 
     resume(handle, part, folder, ranks, timeout_s)
     return True
+
+
+@hookimpl(optionalhook=True)  # the plugin room's own
+def nereus_overrides(name: str, handle: object, current: Plan, wanted: Plan) -> str | None:
+    """Spell a plan as overrides of verl's command line."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.advising import spelled
+
+    return spelled(handle, current, wanted)

@@ -37,6 +37,7 @@ from nereus_adapters.verl.standing import (
     train_units,
 )
 from nereus_adapters.verl.switching import Switch, serving
+from nereus_adapters.verl.ulysses import Ulysses
 from nereus_core.adapter import Boundary, Fingerprint, Receipt
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
@@ -98,8 +99,9 @@ class VerlAdapter(LedgerAdapter):
         sleepers = 0
         if config.mode == "adapt" and self._hybrid and not self._resident:
             sleepers = settings.sleeping_replicas
+        ulysses = Ulysses.of(ranks.facts[0], settings)
         self._job = job_of(
-            trainer, ranks.facts[0], (*own, *spare), settings,
+            trainer, ranks.facts[0], (*own, *spare), settings, ulysses,
             hybrid=self._hybrid, sleepers=sleepers,
         )  # fmt: skip
         self._order = (*own, *spare)
@@ -116,7 +118,7 @@ class VerlAdapter(LedgerAdapter):
                 self.rollouts = Standalone(
                     trainer, served, self.fleet, limit_s, lambda: self._recorder.amid_step
                 )
-            self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, limit_s)
+            self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, ulysses, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
         self.gate = Gate(self._timeouts.boundary_s)

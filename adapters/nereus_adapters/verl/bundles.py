@@ -59,27 +59,27 @@ class Bundles:
             for device in bundles:
                 self._holders.setdefault(device, set()).add(holder)
 
-    def hold(self, devices: Sequence[Device], holder: object, name: str) -> Any:
-        """Return verl's resource pool over the bundles of some devices of one node, in their order.
+    def hold(self, devices: Sequence[Device], holder: object) -> dict[Device, Bundle]:
+        """Return the bundles of some devices of one node, in their order.
 
         Devices that have none get bundles of one new group on their node: which accelerators of it
         these are is Ray's choice.
 
         Raises:
             DevicesMissing: Ray has not as many free devices there.
-            Infeasible: verl starts the processes of a pool in one group, side by side.
+            Infeasible: they are on several nodes.
         """
+        nodes = sorted({device.node for device in devices})
+        if len(nodes) > 1:
+            raise Infeasible(f"{', '.join(map(str, devices))} are on {', '.join(nodes)}, not one.")
         with self._lock:
             absent = [device for device in devices if device not in self._at]
-            if len({device.node for device in devices}) > 1 or 0 < len(absent) < len(devices):
-                raise _scattered(devices)
             if absent:
-                group = _placed(devices)
-                self._at |= {d: Bundle(group, index) for index, d in enumerate(devices)}
-            pool = self._side_by_side(devices, name)
+                group = _placed(absent)
+                self._at |= {d: Bundle(group, index) for index, d in enumerate(absent)}
             for device in devices:
                 self._holders.setdefault(device, set()).add(holder)
-        return pool
+            return {device: self._at[device] for device in devices}
 
     def let_go(self, devices: Collection[Device], holder: object) -> None:
         """Give groups back to Ray that nobody is on any more."""
@@ -96,23 +96,33 @@ class Bundles:
                     del self._at[device]
                     self._holders.pop(device, None)
 
-    def _side_by_side(self, devices: Sequence[Device], name: str) -> Any:
-        from verl.single_controller.ray.base import SubRayResourcePool
 
-        bundles = [self._at[device] for device in devices]
-        first = bundles[0]
-        places = [(b.group.id, b.index) for b in bundles]
-        if places != [(first.group.id, first.index + i) for i in range(len(bundles))]:
-            raise _scattered(devices)
-        return SubRayResourcePool(
-            placement_groups=[first.group],
-            start_bundle_index=first.index,
-            subgroup_world_size=len(bundles),
-            process_on_nodes=[first.group.bundle_count],
-            use_gpu=True,
-            max_colocate_count=COLOCATED,
-            name_prefix=f"nereus_{name}",
-        )
+def runs(bundles: Mapping[Device, Bundle]) -> list[list[Device]]:
+    """Cut devices, in order, into runs of neighbors in one placement group."""
+    found: list[list[Device]] = []
+    last: tuple[Any, int] | None = None
+    for device, bundle in bundles.items():
+        if last != (bundle.group.id, bundle.index - 1):
+            found.append([])
+        found[-1].append(device)
+        last = bundle.group.id, bundle.index
+    return found
+
+
+def pool_over(bundles: Sequence[Bundle], name: str) -> Any:
+    """Return verl's resource pool over a run of neighbors: it starts processes side by side."""
+    from verl.single_controller.ray.base import SubRayResourcePool
+
+    first = bundles[0]
+    return SubRayResourcePool(
+        placement_groups=[first.group],
+        start_bundle_index=first.index,
+        subgroup_world_size=len(bundles),
+        process_on_nodes=[first.group.bundle_count],
+        use_gpu=True,
+        max_colocate_count=COLOCATED,
+        name_prefix=f"nereus_{name}",
+    )
 
 
 def bundles_of(pool: Any) -> list[Bundle]:
@@ -135,11 +145,3 @@ def _placed(devices: Sequence[Device]) -> Any:
 def _removed(group: Any) -> None:
     with suppress(Exception):  # it goes with the job at the latest
         ray.util.remove_placement_group(group)
-
-
-def _scattered(devices: Sequence[Device]) -> Infeasible:
-    named = ", ".join(map(str, devices))
-    return Infeasible(
-        f"{named} are no neighbors in one of Ray's placement groups, where verl would start "
-        "the processes of one replica. Free them in one transition, use them in another."
-    )

@@ -24,6 +24,10 @@ class EngineFacts:
     hf_config: dict[str, Any]
     params_dtype: str
     """Of the parameters that the optimizer works on, e.g. ``float32``."""
+    sequence_ranks: int = 1
+    """Ranks that share each sequence (Ulysses)."""
+    packs: bool = True
+    """Whether sequences are packed without padding, as Ulysses needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ def _facts(role: str, held: Any) -> EngineFacts:
         params_dtype="float32"
         if parameter is None
         else str(parameter.dtype).removeprefix("torch."),
+        sequence_ranks=int(getattr(engine, "ulysses_sequence_parallel_size", 1)),
+        packs=bool(getattr(engine, "use_remove_padding", True)),
     )
 
 

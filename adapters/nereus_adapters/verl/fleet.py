@@ -11,10 +11,9 @@ import ray
 
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl import rebuild
-from nereus_adapters.verl.bundles import Bundles
+from nereus_adapters.verl.bundles import Bundle, Bundles, pool_over, runs
 from nereus_adapters.verl.limits import limited
 from nereus_core.cluster import Device
-from nereus_core.errors import Infeasible
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,40 +102,34 @@ class Fleet:
         self._seats |= fresh
 
     def _side_by_side(self, devices: Sequence[Device]) -> dict[Device, Seat]:
-        """Start processes of one node in one group; in groups of one on scattered bundles."""
+        """Start processes of one node: those of neighboring bundles in one group."""
+        held = self.bundles.hold(devices, self)
+        found: dict[Device, Seat] = {}
         try:
-            return self._started_on(devices)
-        except Infeasible:
-            found: dict[Device, Seat] = {}
-            try:
-                for device in devices:
-                    found |= self._started_on([device])
-            except BaseException:
-                self._end(found)
-                raise
-            return found
+            for run in runs(held):
+                found |= self._started_in({device: held[device] for device in run})
+        except BaseException:
+            self._end(found)
+            self.bundles.let_go([d for d in devices if d not in found], self)
+            raise
+        return found
 
-    def _started_on(self, devices: Sequence[Device]) -> dict[Device, Seat]:
+    def _started_in(self, bundles: Mapping[Device, Bundle]) -> dict[Device, Seat]:
         from verl.single_controller.ray.base import RayWorkerGroup
 
         name = f"{self._prefix}_{next(self._numbers)}"
-        pool = self.bundles.hold(devices, self, name)
 
         def started() -> Any:  # verl waits without a limit for an address
             return RayWorkerGroup(
-                resource_pool=pool,
+                resource_pool=pool_over(list(bundles.values()), name),
                 ray_cls_with_init=self._trainer.actor_rollout_wg.ray_cls_with_init,
                 device_name=self._trainer.config.trainer.device,
             )
 
-        try:
-            group = limited(started, "new worker processes to be placed", self._timeout_s)
-        except BaseException:
-            self.bundles.let_go(devices, self)
-            raise
+        group = limited(started, "new worker processes to be placed", self._timeout_s)
         return {
             device: Seat(worker, name, own=True)
-            for device, worker, name in zip(devices, group.workers, group.worker_names, strict=True)
+            for device, worker, name in zip(bundles, group.workers, group.worker_names, strict=True)
         }
 
     def leaving(self, kept: Collection[Device]) -> list[Device]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.sleeping import asleep_bytes
+from nereus_adapters.verl.standing import ROLES
+from nereus_adapters.verl.ulysses import Ulysses, shared_out
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.device_specs import CPU_SEAT, DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
@@ -39,6 +40,7 @@ def job_of(
     facts: WorkerFacts,
     devices: Sequence[Device],
     settings: VerlSettings,
+    ulysses: Ulysses,
     *,
     hybrid: bool,
     sleepers: int = 0,
@@ -50,6 +52,7 @@ def job_of(
         facts: Of the first worker of the actor.
         devices: All that the job may use.
         settings: ``nereus.backend``.
+        ulysses: Ranks that share each sequence.
         hybrid: Whether rollouts share the trainers' processes.
         sleepers: Replicas that may sleep beside a device, out of service.
     """
@@ -84,53 +87,30 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        device_batch=shared_out(
-            config, critic=bool(trainer.use_critic), reference=_has_reference(trainer)
-        )
-        if shards
-        else None,
+        **(_sharing(trainer, ulysses) if shards else _megatron(actor)),
     )
 
 
-def shared_out(config: Any, *, critic: bool, reference: bool) -> int:
-    """Return what the ranks of every engine have to divide.
-
-    verl gives each rank ``sequences / ranks`` of a (mini-)batch and asserts that they fill whole
-    micro-batches (workers/engine/utils.py, prepare_micro_batches), where those have a fixed size.
-    """
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    each, batch = int(rollout.n), int(config.data.train_batch_size)
-    dynamic, micro = actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu
-    parts = [
-        (actor, int(actor.ppo_mini_batch_size), dynamic, micro),
-        (actor, batch, dynamic, rollout.log_prob_micro_batch_size_per_gpu),
-    ]
-    if reference:
-        ref = config.actor_rollout_ref.ref
-        micro = ref.get("log_prob_micro_batch_size_per_gpu")
-        parts.append((ref, batch, ref.get("log_prob_use_dynamic_bsz", False), micro))
-    if critic:
-        own, micro = config.critic, config.critic.ppo_micro_batch_size_per_gpu
-        parts.append((own, int(own.ppo_mini_batch_size), own.use_dynamic_bsz, micro))
-        forward = own.get("forward_micro_batch_size_per_gpu") or micro
-        parts.append((own, batch, own.use_dynamic_bsz, forward))
-    return math.gcd(
-        *(
-            prompts * each * ulysses(part) // (1 if dynamic or not micro else int(micro))
-            for part, prompts, dynamic, micro in parts
-        )
+def _sharing(trainer: Any, ulysses: Ulysses) -> dict[str, Any]:
+    """Say how verl shares a batch out among the ranks of its FSDP engines, as fields of a Job."""
+    actor = trainer.config.actor_rollout_ref.actor
+    shared = shared_out(
+        trainer.config,
+        ulysses,
+        critic=bool(trainer.use_critic),
+        reference=_has_reference(trainer),
     )
+    tokens = int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else None
+    how = {"row_cut": frozenset(ROLES.values()), "micro_tokens": tokens}
+    if ulysses.follows:
+        return {**how, "unit_batch": shared, "sequence_parallel": True}
+    ranks = {ROLES[role]: degree for role, degree in ulysses.now.items()}
+    return {**how, "device_batch": shared, "sequence_ranks": ranks}
 
 
-def ulysses(part: Any) -> int:
-    """Return the ranks that share a sequence of the actor, the reference or the critic.
-
-    verl has the key twice, the old one beside the engine's (``fsdp_config``, ``fsdp`` for the
-    critic), and takes the old one over into the other where it is more than 1.
-    """
-    engines = (part, part.get("fsdp_config"), part.get("fsdp"))
-    degrees = (e.get("ulysses_sequence_parallel_size") for e in engines if e is not None)
-    return max(1, *(int(degree or 1) for degree in degrees))
+def _megatron(actor: Any) -> dict[str, Any]:
+    """Say how ranks of a Megatron unit share activations, as fields of a Job."""
+    return {"sequence_parallel": bool(actor.megatron.get("sequence_parallel", True))}
 
 
 def _has_reference(trainer: Any) -> bool:

@@ -49,6 +49,8 @@ class Seat:
     role: str
     shard_size: int
     unit: str
+    sequence_ranks: int
+    """Ranks that share each sequence."""
 
 
 def meeting(worker: Any, ranks_on: Mapping[str, int], timeout_s: float) -> Meeting:
@@ -126,7 +128,11 @@ def build(worker: Any, seats: tuple[Seat, ...]) -> None:
     for seat in seats:
         config, loss = recipe(worker)["roles"][seat.role]
         object.__setattr__(config.engine_config, "fsdp_size", seat.shard_size)
+        config.engine_config.ulysses_sequence_parallel_size = seat.sequence_ranks
         outer = _outer(worker, seat.role) if seat.role in ("actor", "ref") else None
+        holder = worker.worker_dict[seat.role] if outer is None else getattr(outer, seat.role, None)
+        engine = getattr(holder, "engine", None)
+        _leave(*(getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh")))
         if outer is not None:
             setattr(outer, seat.role, None)
             _forget_saved(outer)
@@ -168,6 +174,8 @@ def serve(worker: Any, tp: int, replica_rank: int) -> None:
     with open_dict(outer.config):
         outer.config.rollout.tensor_model_parallel_size = tp
     config = omega_conf_to_dataclass(outer.config.rollout)
+    old, outer.rollout = outer.rollout, None
+    _leave(getattr(old, "device_mesh", None))
     mesh = init_device_mesh(
         get_device_name(),
         mesh_shape=(dist.get_world_size() // tp, tp, 1),
@@ -201,6 +209,19 @@ def _outer(worker: Any, role: str = "actor") -> Any:
         if hasattr(held, "init_model") and role in held.role:
             return held
     raise PrimitiveError(f"this process has no {role} worker.")
+
+
+def _leave(*meshes: Any) -> None:
+    """Leave the process groups of meshes that nothing will use: on accelerators they hold memory.
+
+    All ranks do, in the same order.
+    """
+    groups = {
+        id(group): group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()
+    }
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _forget_saved(outer: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nereus_adapters.verl.reading import ulysses
+from nereus_adapters.verl.megatron import MISSING
 from nereus_adapters.verl.standing import is_hybrid
 
 _ANEW = ("nixl", "mooncake")
@@ -33,11 +33,10 @@ def _of(config: Any, trainer: Any) -> Iterator[str]:
     if trainer.use_critic:
         parts["critic"] = config.critic
     for role, part in parts.items():
-        if str(part.strategy) != "fsdp2":
+        if str(part.strategy) == "megatron":
+            yield f"the {role}'s engine is megatron: {MISSING}"
+        elif str(part.strategy) != "fsdp2":
             yield f"the {role}'s engine is {part.strategy}; only fsdp2 is rebuilt from shards"
-        degree = ulysses(part)
-        if degree > 1:
-            yield f"the {role} uses Ulysses sequence parallelism over {degree} ranks"
     models = {"actor": config.actor_rollout_ref.model}
     if trainer.use_critic:
         models["critic"] = config.critic.get("model", {})

@@ -18,6 +18,7 @@ from nereus_adapters.verl import rebuild
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.standing import ROLES, is_hybrid
+from nereus_adapters.verl.ulysses import Ulysses
 from nereus_core.cluster import Device
 from nereus_core.errors import PlanError
 from nereus_core.units import UnitMap
@@ -27,12 +28,15 @@ Assembly = Mapping[Device, tuple[rebuild.Seat, ...]]
 """What each rank, in order of rank, has to build."""
 
 
-def assembly(units: UnitMap, order: Sequence[Device]) -> dict[Device, tuple[rebuild.Seat, ...]]:
+def assembly(
+    units: UnitMap, order: Sequence[Device], ulysses: Ulysses
+) -> dict[Device, tuple[rebuild.Seat, ...]]:
     """Give every rank of the trainers its seat in every role.
 
     Args:
         units: Alive.
         order: Devices in the order of ranks.
+        ulysses: Ranks that share each sequence.
 
     Raises:
         PlanError: verl's trainers share their processes, so that all roles need the same devices,
@@ -48,8 +52,9 @@ def assembly(units: UnitMap, order: Sequence[Device]) -> dict[Device, tuple[rebu
             if first % size or tuple(members[first : first + size]) != unit.devices:
                 ranks = ", ".join(map(str, members))
                 raise PlanError([f"{unit} is no run of {size} of the ranks {ranks}"])
+            seat = rebuild.Seat(role, size, str(unit.id), ulysses.degree(role, size))
             for device in unit.devices:
-                seats[device].append(rebuild.Seat(role, size, str(unit.id)))
+                seats[device].append(seat)
     num_roles = {device: len(own) for device, own in seats.items()}
     if len(set(num_roles.values())) > 1:
         raise PlanError(["actor, critic and reference must hold the same devices"])

@@ -76,19 +76,9 @@ class Rollouts:
             self.replicas[unit.id] = found
             self._woken.add(unit.id)
             return
-        from omegaconf import open_dict
         from verl.workers.rollout.replica import RolloutMode
 
-        manager = self._manager
-        config = manager.rollout_config.copy()
-        with open_dict(config):
-            config.tensor_model_parallel_size = unit.layout.tp
-        replica = manager.rollout_replica_class(
-            replica_rank=next(_RANKS),
-            config=config,
-            model_config=manager.model_config,
-            gpus_per_node=max(Counter(d.node for d in unit.devices).values()),
-        )
+        replica = self._made(unit, next(_RANKS))
         replica.rollout_mode = RolloutMode.HYBRID  # as init_hybrid does, with these workers
         replica.workers = list(self._fleet.workers(unit.devices).values())
 
@@ -104,6 +94,21 @@ class Rollouts:
             _end([replica])
             raise
         self.replicas[unit.id] = replica
+
+    def _made(self, unit: Unit, rank: int) -> Any:
+        """Return verl's object for a unit's replica, of which nothing has been started."""
+        from omegaconf import open_dict
+
+        manager = self._manager
+        config = manager.rollout_config.copy()
+        with open_dict(config):
+            config.tensor_model_parallel_size = unit.layout.tp
+        return manager.rollout_replica_class(
+            replica_rank=rank,
+            config=config,
+            model_config=manager.model_config,
+            gpus_per_node=max(Counter(d.node for d in unit.devices).values()),
+        )
 
     def leave(self, devices: Iterable[Device] | None = None) -> None:
         """End the replicas that sleep on any of some devices; on any at all by default."""

@@ -7,6 +7,7 @@ from nereus_core.declaration import Seam
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _WORKERS = "verl.workers.engine_workers"
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+_ENGINES = "verl.workers.config.engine"
 _CHECKPOINTS = "verl.utils.checkpoint.checkpoint_manager"
 
 SEAMS = (
@@ -66,6 +67,23 @@ SEAMS = (
     Seam("verl.utils.device", "get_device_name"),
     Seam("verl.utils.device", "get_nccl_backend"),
     Seam("verl.utils.device", "get_torch_device"),
+    # Ulysses: the degree that engines are built with, the mesh, and the group read at call time.
+    Seam(_ENGINES, "FSDPEngineConfig.fsdp_size"),
+    Seam(_ENGINES, "FSDPEngineConfig.ulysses_sequence_parallel_size"),
+    Seam(_ENGINE, "FSDPEngine.get_data_parallel_rank", ("self",)),
+    Seam(_ENGINE, "FSDPEngine.is_mp_src_rank_with_outputs", ("self",)),
+    Seam("verl.utils.ulysses", "get_ulysses_sequence_parallel_group"),
+    Seam(
+        "verl.models.transformers.monkey_patch",
+        "apply_monkey_patch",
+        ("model", "ulysses_sp_size", "use_remove_padding"),
+    ),
+    # Megatron's knobs, which plans are translated into.
+    Seam(_ENGINES, "McoreEngineConfig.tensor_model_parallel_size"),
+    Seam(_ENGINES, "McoreEngineConfig.pipeline_model_parallel_size"),
+    Seam(_ENGINES, "McoreEngineConfig.sequence_parallel"),
+    Seam(_ENGINES, "McoreEngineConfig.use_distributed_optimizer"),
+    Seam(_ENGINES, "McoreEngineConfig.override_transformer_config"),
     # Checkpoints of another number of ranks: what is replaced, and what it reads.
     Seam(_TRAINER, "PPOTrainer._load_checkpoint", ("self",)),
     Seam(_ENGINE, "FSDPEngine.load_checkpoint", ("self", "local_path")),
@@ -112,6 +130,13 @@ SEAMS = (
         ("self", "placement_groups", "start_bundle_index", "subgroup_world_size"),
     ),
     Seam("verl.workers.rollout.replica", "RolloutReplica.get_ray_class_with_init_args", ("self",)),
+    Seam("verl.single_controller.ray.base", "get_master_addr_port"),
+    Seam("verl.single_controller.ray.base", "RayClassWithInitArgs.update_options", ("options",)),
+    Seam(
+        "verl.single_controller.ray.base",
+        "RayClassWithInitArgs.__call__",
+        ("placement_group", "placement_group_bundle_idx", "use_gpu", "num_gpus", "device_name"),
+    ),
     Seam("verl.workers.rollout.replica", "RolloutReplica.init_standalone", ("self",)),
     Seam("verl.workers.rollout.replica", "RolloutReplica.abort_all_requests", ("self",)),
     Seam("verl.experimental.separation.engine_workers", "DetachActorWorker.save_model_to_cpu"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,6 +25,10 @@ class VerlSettings(BaseModel):
     """Memory of a device that plans may count on, where that is not all it has."""
     max_devices: int | None = Field(None, ge=1)
     """Devices that the job may grow to, out of what Ray has free; its own by default."""
+
+    ulysses: Literal["keep", "follow"] = "keep"
+    """What becomes of verl's ``ulysses_sequence_parallel_size`` when shard groups change: it stays
+    as configured, or every shard group shares its sequences."""
 
     sleeping_replicas: int = Field(1, ge=0)
     """Rollout replicas beside each device that may sleep out of service, to be woken when their

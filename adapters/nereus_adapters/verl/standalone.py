@@ -17,6 +17,7 @@ import ray
 from nereus_adapters.ray_calls import outcome
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.limits import limited
+from nereus_adapters.verl.placing import started_in
 from nereus_adapters.verl.rollouts import _RANKS, Rollouts, _end
 from nereus_core.cluster import Device
 from nereus_core.units import Unit, UnitId
@@ -63,39 +64,26 @@ class Standalone(Rollouts):
                 if (known.devices, known.layout) == wanted:  # an end that is undone
                     self._leaving.discard(leaving)
                     self._units[unit.id], self.replicas[unit.id] = unit, self.replicas[leaving]
-                    self._fleet.bundles.hold(unit.devices, unit.id, str(unit.id))
+                    self._fleet.bundles.hold(unit.devices, unit.id)
                     return
         self.replicas[unit.id] = self._started(unit)
 
     def _started(self, unit: Unit) -> Any:
-        from omegaconf import open_dict
-        from verl.single_controller.ray.base import RayWorkerGroup
-        from verl.utils.device import get_device_name
         from verl.workers.rollout.replica import RolloutMode
 
-        manager, rank = self._manager, next(_RANKS)
-        config = manager.rollout_config.copy()
-        with open_dict(config):
-            config.tensor_model_parallel_size = unit.layout.tp
-        replica = manager.rollout_replica_class(
-            replica_rank=rank,
-            config=config,
-            model_config=manager.model_config,
-            gpus_per_node=max(int(config.n_gpus_per_node), len(unit.devices)),
-        )
-        pool = self._fleet.bundles.hold(unit.devices, unit.id, f"rollout_{rank}")
+        rank = next(_RANKS)
+        replica = self._made(unit, rank)
+        replica.rollout_mode = RolloutMode.STANDALONE  # as init_standalone does, in these bundles
+        bundles = self._fleet.bundles.hold(unit.devices, unit.id)
         self._units[unit.id] = unit
 
-        async def up() -> None:  # as init_standalone does, in this pool
-            replica.rollout_mode, replica.resource_pool = RolloutMode.STANDALONE, pool
-            replica.workers = RayWorkerGroup(
-                resource_pool=pool,
-                ray_cls_with_init=replica.get_ray_class_with_init_args(),
-                bin_pack=False,
-                name_prefix=f"rollout_standalone_{rank}",
-                use_gpu=True,
-                device_name=get_device_name(),
-            ).workers
+        async def up() -> None:
+            replica.workers = started_in(
+                replica.get_ray_class_with_init_args(),
+                list(bundles.values()),
+                f"rollout_standalone_{rank}",
+                self._timeout_s,
+            )
             await replica.launch_servers()
             await replica.abort_all_requests()
 

@@ -11,6 +11,7 @@ from nereus_adapters.verl import shards
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.relinking import Assembly, assembly, forget_dispatch, repoint, rewire
 from nereus_adapters.verl.rollouts import Rollouts
+from nereus_adapters.verl.ulysses import Ulysses
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, TransitionFailed, UnitLost
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -25,6 +26,7 @@ class Switch:
         fleet: Its worker processes.
         rollouts: Its replicas.
         order: Devices in the order of ranks.
+        ulysses: Ranks that share each sequence.
         timeout_s: For each thing that is awaited.
     """
 
@@ -34,10 +36,11 @@ class Switch:
         fleet: Fleet,
         rollouts: Rollouts,
         order: Sequence[Device],
+        ulysses: Ulysses,
         timeout_s: float,
     ) -> None:
         self._trainer, self._fleet, self._rollouts = trainer, fleet, rollouts
-        self._order, self._timeout_s = order, timeout_s
+        self._order, self._ulysses, self._timeout_s = order, ulysses, timeout_s
 
     def run(self, before: UnitMap, after: UnitMap) -> None:
         """Let the trainer step on ``after``, whose states are staged.
@@ -47,7 +50,7 @@ class Switch:
             UnitLost: it can step on neither.
         """
         try:
-            old, new = assembly(before, self._order), assembly(after, self._order)
+            old, new = (assembly(u, self._order, self._ulysses) for u in (before, after))
             self._hold(old)
         except Exception as error:
             self._abandon(before, after)

@@ -16,7 +16,7 @@ JOB_S = 900
 """A job of six steps takes about a minute on two cores that do nothing else; a limit of this much
 is for a job that hangs. Chosen, not measured."""
 SAVED_STEP = 3
-"""The forced GRPO job's state of this step is saved, while it is sharded as HSDP 2x2."""
+"""The GRPO job that is resumed is saved after this step, while it is sharded as HSDP 2x2."""
 WIDE = {"actor/generate": ["tp1pp1", 4], "actor/train": ["tp2pp1", 4]}
 NARROW = {"actor/generate": ["tp1pp1", 2], "actor/train": ["tp2pp1", 2]}
 GRPO_PLANS = {
@@ -89,11 +89,15 @@ def jobs(launch) -> Callable[[str], Job]:
         return launch("fixed-grpo", "+nereus.mode=advise")
 
     def forced_grpo():
-        save = f"trainer.save_freq={SAVED_STEP}"
         fault = {"VERL_CPU_FAULT": f"refuse-join:4,hang-sync:{STEPS}"}
         return launch(
-            "forced-grpo", *FORCED, HANGS, ROOM, save, plans=GRPO_PLANS, ray_devices=4, env=fault
+            "forced-grpo", *FORCED, HANGS, ROOM, plans=GRPO_PLANS, ray_devices=4, env=fault
         )
+
+    def saved_grpo():
+        save = f"trainer.save_freq={SAVED_STEP}"
+        shape = {"plans": {2: WIDE}, "ray_devices": 4, "steps": SAVED_STEP}
+        return launch("saved-grpo", *FORCED, BOUNDARY, ROOM, save, **shape)
 
     def fixed_ppo():
         fault = {"VERL_CPU_FAULT": f"kill-server:{STEPS - 1}"}
@@ -113,7 +117,7 @@ def jobs(launch) -> Callable[[str], Job]:
         )
 
     def resumed(name, **shape):
-        saved = job("forced-grpo").work / "checkpoints" / f"global_step_{SAVED_STEP}"
+        saved = job("saved-grpo").work / "checkpoints" / f"global_step_{SAVED_STEP}"
         return launch(
             name,
             "trainer.resume_mode=resume_path",
@@ -130,6 +134,7 @@ def jobs(launch) -> Callable[[str], Job]:
         "again-grpo": lambda: launch("again-grpo", nereus=False, steps=3),
         "wide-grpo": lambda: wide("wide-grpo"),
         "forced-grpo": forced_grpo,
+        "saved-grpo": saved_grpo,
         "fixed-ppo": fixed_ppo,
         "forced-ppo": forced_ppo,
         "wide-ppo": lambda: wide("wide-ppo", critic=True),

@@ -14,14 +14,15 @@ PLANS = {
     # The ranks refuse to meet, once; a replica has come beside the rank on device 4.
     3: {"actor/train": ["tp2pp1", [0, 1]], "actor/generate": ["tp1pp1", [2, 4]]},
     4: {"actor/train": ["tp2pp1", [0, 1]], "actor/generate": ["tp1pp1", [3]]},
-    5: {"actor/generate": ["tp2pp1", [2, 5]]},
+    5: {"actor/generate": ["tp2pp1", [3, 5]]},
     6: {"actor/train": ["tp2pp1", [0, 1, 2, 5]], "actor/generate": ["tp1pp1", [3]]},
     7: {"actor/train": ["tp2pp1", [2, 5]], "actor/generate": ["tp1pp1", [0, 3]]},
     "8+": {"actor/train": ["tp1pp1", [2, 5]], "actor/generate": ["tp1pp1", [1]]},
 }
 """Devices 0 and 1 are the trainers', 2 the replica's, the others are Ray's to give. From step 6 on
-devices go from pool to pool in one transition: those of a replica, then one that verl gave the
-trainers; the last transition comes amid step 8, and brings a replica that needs weights at once."""
+devices go from pool to pool in one transition: one of a replica, then one that verl gave the
+trainers. The replica of two lies on devices that came one by one, in placement groups of their own.
+The last transition comes amid step 8, and brings a replica that needs weights at once."""
 MOMENTS = [str(moment) for moment in PLANS]
 REFUSED = 3
 THRESHOLD = 4

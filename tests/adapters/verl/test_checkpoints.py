@@ -24,7 +24,7 @@ def test_a_checkpoint_of_four_ranks_is_read_by_two_and_said_so(jobs):
 
 def test_verls_files_are_named_after_the_number_of_ranks(jobs):
     """Why `resumed` needs Nereus: two ranks of verl alone look for files of two."""
-    saved = jobs("forced-grpo").work / "checkpoints" / "global_step_3" / "actor"
+    saved = jobs("saved-grpo").work / "checkpoints" / "global_step_3" / "actor"
     assert sorted(f.name for f in saved.glob("model_world_size_*")) == [
         f"model_world_size_4_rank_{rank}.pt" for rank in range(4)
     ]

@@ -8,18 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from nereus_adapters.verl.bundles import Bundle, runs
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
 from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.peaks import device_peaks
-from nereus_adapters.verl.reading import device_spec, shared_out
+from nereus_adapters.verl.reading import device_spec
 from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.resuming import Piece, fill
+from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.standing import Ranks, train_units
+from nereus_adapters.verl.ulysses import Ulysses, shared_out
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
 from nereus_core.errors import ConfigError, PlanError, PrimitiveError
@@ -37,8 +40,12 @@ def facts(*engines: EngineFacts, name: str = "cpu", memory: int | None = None) -
     return WorkerFacts("node0", 0, name, memory, engines)
 
 
-def engine(role: str, tp: int, pp: int = 1) -> EngineFacts:
-    return EngineFacts(role, Layout(tp, pp), {}, "float32")
+def engine(role: str, tp: int, pp: int = 1, **more) -> EngineFacts:
+    return EngineFacts(role, Layout(tp, pp), {}, "float32", **more)
+
+
+def keeps(**degrees: int) -> Ulysses:
+    return Ulysses(degrees)
 
 
 def test_shard_groups_are_consecutive_ranks_of_every_role():
@@ -95,14 +102,36 @@ def test_all_roles_need_the_same_ranks():
     actor = Unit(UnitId(ACTOR_TRAIN, 0), Layout(4, 1), DEVICES[:4])
     ref = Unit(UnitId(REF_INFER, 0), Layout(2, 1), DEVICES[:2])
     with pytest.raises(PlanError, match="must hold the same devices"):
-        assembly(UnitMap([actor, ref]), DEVICES)
+        assembly(UnitMap([actor, ref]), DEVICES, keeps())
     both = UnitMap([actor, ref, Unit(UnitId(REF_INFER, 1), Layout(2, 1), DEVICES[2:4])])
-    seats = assembly(both, DEVICES)
+    seats = assembly(both, DEVICES, keeps(actor=2))
     assert list(seats) == list(DEVICES[:4])
-    assert [(s.role, s.shard_size, s.unit) for s in seats[DEVICES[3]]] == [
-        ("ref", 2, "ref/infer#1"),
-        ("actor", 4, "actor/train#0"),
+    assert [(s.role, s.shard_size, s.unit, s.sequence_ranks) for s in seats[DEVICES[3]]] == [
+        ("ref", 2, "ref/infer#1", 1),
+        ("actor", 4, "actor/train#0", 2),
     ]
+    follow = assembly(both, DEVICES, Ulysses({"actor": 1, "ref": 1}, follows=True))
+    assert [s.sequence_ranks for s in follow[DEVICES[3]]] == [2, 4]
+
+
+def test_a_degree_that_follows_shard_groups_has_to_be_theirs_from_the_start():
+    follow = VerlSettings(ulysses="follow")
+    own = facts(engine("actor", 2, sequence_ranks=2), engine("ref", 1))
+    found = Ulysses.of(own, follow)
+    assert (found.degree("actor", 4), found.degree("ref", 1)) == (4, 1)
+    assert Ulysses.of(own, VerlSettings()).degree("actor", 4) == 2
+    with pytest.raises(ConfigError, match=r"2 ranks, of which 1 .*fsdp_config\.fsdp_size=1"):
+        Ulysses.of(facts(engine("actor", 2)), follow)
+    with pytest.raises(ConfigError, match=r"critic\.model\.use_remove_padding=true"):
+        Ulysses.of(facts(engine("critic", 1, packs=False)), follow)
+
+
+def test_bundles_are_cut_where_neighbors_end():
+    one, other = SimpleNamespace(id="a"), SimpleNamespace(id="b")
+    places = [(one, 0), (one, 1), (one, 3), (other, 4), (other, 3)]
+    held = {d: Bundle(*place) for d, place in zip(DEVICES, places, strict=False)}
+    cut = [[DEVICES.index(d) for d in run] for run in runs(held)]
+    assert cut == [[0, 1], [2], [3], [4]]
 
 
 def test_a_device_is_known_by_its_name_or_by_the_key():
@@ -116,18 +145,16 @@ def test_a_device_is_known_by_its_name_or_by_the_key():
         device_spec(facts(), "h100")
 
 
-def config(*, micro=8, dynamic=False, critic_mini=8, critic=None, **more):
+def config(*, micro=8, dynamic=False, critic_mini=8):
     actor = {
         "ppo_mini_batch_size": 8,
         "use_dynamic_bsz": dynamic,
         "ppo_micro_batch_size_per_gpu": micro,
-        **more,
     }
     critic = {
         "ppo_mini_batch_size": critic_mini,
         "use_dynamic_bsz": dynamic,
         "ppo_micro_batch_size_per_gpu": 2,
-        **(critic or {}),
     }
     rollout = {"n": 4, "log_prob_micro_batch_size_per_gpu": 4}
     parts = {"actor": actor, "rollout": rollout, "ref": {"log_prob_micro_batch_size_per_gpu": 2}}
@@ -137,25 +164,19 @@ def config(*, micro=8, dynamic=False, critic_mini=8, critic=None, **more):
 
 
 @pytest.mark.parametrize(
-    ("given", "critic", "expected"),
+    ("given", "critic", "degrees", "expected"),
     [
-        (config(), False, 4),  # 8 prompts x 4 responses, 8 at a time: at most 4 ranks
-        (config(micro=16), False, 2),
-        (config(dynamic=True), False, 32),  # the reference's micro-batches are fixed all the same
-        (config(critic_mini=6), True, 4),
-        (config(ulysses_sequence_parallel_size=2), False, 8),
-        (config(fsdp_config={"ulysses_sequence_parallel_size": 2}), False, 8),
-        (config(critic_mini=2), True, 4),  # 2 prompts x 4 responses, 2 at a time
-        (config(micro=2, critic_mini=2, critic={"ulysses_sequence_parallel_size": 2}), True, 8),
-        (
-            config(micro=2, critic_mini=2, critic={"fsdp": {"ulysses_sequence_parallel_size": 2}}),
-            True,
-            8,
-        ),
+        (config(), False, {}, 4),  # 8 prompts x 4 responses, 8 at a time: at most 4 ranks
+        (config(micro=16), False, {}, 2),
+        (config(dynamic=True), False, {}, 32),  # the reference's micro-batches are fixed all along
+        (config(critic_mini=6), True, {}, 4),
+        (config(), False, {"actor": 2}, 8),  # pairs of ranks get a part each
+        (config(critic_mini=2), True, {}, 4),  # 2 prompts x 4 responses, 2 at a time
+        (config(micro=2, critic_mini=2), True, {"critic": 2}, 8),
     ],
 )
-def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, expected):
-    found = shared_out(given, critic=critic, reference=True)
+def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, degrees, expected):
+    found = shared_out(given, keeps(**degrees), critic=critic, reference=True)
     assert [n for n in (1, 2, 4, 8, 16, 32) if found % n == 0][-1] == expected
 
 
@@ -203,21 +224,8 @@ OTHER_GROUP = {
             "the delta_sharded checkpoint engine cannot take up new replicas",
         ),
         ({"actor": {"strategy": "fsdp"}}, "the actor's engine is fsdp;"),
-        ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron;"),
-        ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron;"),
-        ({"actor": {"ulysses_sequence_parallel_size": 2}}, "Ulysses sequence parallelism over 2"),
-        (
-            {"actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}},
-            "the actor uses Ulysses sequence parallelism over 2",
-        ),
-        (
-            {"critic": {"ulysses_sequence_parallel_size": 4}},
-            "the critic uses Ulysses sequence parallelism over 4",
-        ),
-        (
-            {"critic": {"fsdp": {"ulysses_sequence_parallel_size": 4}}},
-            "the critic uses Ulysses sequence parallelism over 4",
-        ),
+        ({"actor": {"strategy": "megatron"}}, "the actor's engine is megatron: tensors"),
+        ({"critic": {"strategy": "megatron"}}, "the critic's engine is megatron: tensors"),
         ({"model": {"lora_rank": 8}}, "the actor's LoRA"),
         ({"critic": {"model": {"lora_rank": 8}}}, "the critic's LoRA"),
         ({"rollout": {"data_parallel_size": 2}}, "data_parallel_size=2"),
@@ -230,6 +238,7 @@ def test_what_mode_adapt_cannot_change_is_refused_by_name(given, said):
 
 def test_what_it_can_change_is_not_refused():
     assert refusals(trainer()) == ()
+    assert refusals(trainer(actor={"ulysses_sequence_parallel_size": 2})) == ()
     assert refusals(trainer(standalone=object(), **OTHER_GROUP)) == ()
     assert refusals(trainer(use_critic=False, critic={"strategy": "megatron"})) == ()
 

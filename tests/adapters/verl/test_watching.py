@@ -14,8 +14,12 @@ def job(jobs):
     return found
 
 
+def told(job):
+    return [line for line in job.ran.output.splitlines() if "[nereus]" in line]
+
+
 def test_one_line_says_that_it_is_on_and_one_where_the_report_is(job):
-    said = [line for line in job.ran.output.splitlines() if "[nereus]" in line]
+    said = [line for line in told(job) if "advice" not in line]
     assert len(said) == 2, said
     assert "on: verl, mode advise (says what it would do, changes nothing)" in said[0]
     assert "actor/generate=tp1pp1dp2 actor/train=tp2pp1dp1" in said[0]
@@ -54,6 +58,20 @@ def test_decisions_are_recorded_and_nothing_was_changed(job):
     assert decided
     assert all(event.current_plan == job.events[0].plan for event in decided)
     assert {metric["nereus/transitions"] for metric in job.ran.metrics} == {0.0}
+
+
+def test_what_would_have_been_done_is_said_in_verls_own_words(job):
+    decided = [event for event in job.events if isinstance(event, Decided) and event.admitted]
+    advice = [line for line in told(job) if "advice after step" in line]
+    assert len(advice) == len({str(event.candidate_plan) for event in decided})
+    for line in advice:
+        words = line.partition("; to start on it: ")[2].split()
+        assert words
+        assert {word.partition("=")[0] for word in words} <= {
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            "trainer.n_gpus_per_node",
+        }
 
 
 def test_figures_reach_the_jobs_own_logger(job):

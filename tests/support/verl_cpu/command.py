@@ -23,8 +23,12 @@ def overrides(
     reference: bool = False,
     shard_size: int = -1,
     micro: int = 8,
+    packed: int = 0,
 ) -> list[str]:
-    """Return main_ppo's overrides: GRPO, or PPO with critic, on ``devices`` logical GPUs."""
+    """Return main_ppo's overrides: GRPO, or PPO with critic, on ``devices`` logical GPUs.
+
+    Where ``packed``, sequences are, and that many ranks share each (Ulysses).
+    """
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     found = [
         f"data.train_files={assets}/train.parquet",
@@ -101,7 +105,19 @@ def overrides(
             f"critic.ppo_micro_batch_size_per_gpu={micro}",
             "critic.optim.lr=1e-3",
         ]
-    return found
+    return found + (ulysses(packed, critic) if packed else [])
+
+
+def ulysses(degree: int, critic: bool) -> list[str]:
+    """Return the overrides of jobs with Ulysses; they come after the others, and count."""
+    models = ["actor_rollout_ref.model", *(["critic.model"] if critic else [])]
+    engines = ["actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"]
+    engines += ["critic.fsdp"] if critic else []
+    return [
+        *(f"{model}.use_remove_padding=True" for model in models),
+        *(f"{model}.override_config.attn_implementation=varlen_cpu" for model in models),
+        *(f"{engine}.ulysses_sequence_parallel_size={degree}" for engine in engines),
+    ]
 
 
 SEPARATE = (

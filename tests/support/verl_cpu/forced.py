@@ -23,7 +23,7 @@ from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.workload import ModelStage
 from nereus_plugins.post_import import after_import
-from verl_cpu import faults
+from verl_cpu import faults, varlen
 from verl_cpu.asked import version
 
 SETTLE_S = 30
@@ -64,6 +64,35 @@ def beside(trainer):
     workers = trainer.actor_rollout_wg.workers
     numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
     return list(call_all(numbered, local_world, awaited="ranks on a node", timeout_s=60).values())
+
+
+def sharing(worker):
+    """Say how this rank's engines share sequences, and heads that its attention saw since asked."""
+    from transformers.integrations import flash_attention
+    from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+
+    seen = sorted(varlen.heads)
+    varlen.heads.clear()
+    return {
+        "heads": seen,
+        "patch": flash_attention._flash_attention_forward.__module__,
+        "outside": get_ulysses_sequence_parallel_group() is None,
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "degrees": {
+            role: held.engine.ulysses_sequence_parallel_size
+            for role, held in training_workers(worker)
+        },
+        "parts": {
+            role: [held.engine.get_data_parallel_rank(), held.engine.is_mp_src_rank_with_outputs()]
+            for role, held in training_workers(worker)
+        },
+    }
+
+
+def shared(trainer):
+    workers = trainer.actor_rollout_wg.workers
+    numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
+    return list(call_all(numbered, sharing, awaited="sequence ranks", timeout_s=60).values())
 
 
 def servers(trainer):
@@ -116,6 +145,7 @@ def _force(module):
             return
         record = {"step": step, "moment": moment, "before": digests(trainer)}
         record["versions"], record["served"] = versions(trainer), servers(trainer)
+        record["shared_before"] = shared(trainer)
         faults.arm(f"{step}{moment}", session.controller._adapter)
         start_s = time.perf_counter()
         try:
@@ -123,6 +153,7 @@ def _force(module):
             record["seconds"] = time.perf_counter() - start_s
             record["admitted"] = decision.admitted
             record["after"] = digests(trainer)
+            record["shared"] = shared(trainer)
             record["free"] = settled()
             record["world"] = trainer.actor_rollout_wg.world_size
             record["beside"] = beside(trainer)

@@ -1,4 +1,4 @@
-"""A "cpu" platform for verl 0.9, and the five places where verl or vLLM assume an accelerator.
+"""A "cpu" platform for verl 0.9, and the places where verl or vLLM assume an accelerator.
 
 Switched on by ``VERL_USE_EXTERNAL_MODULES=verl_cpu.platform VERL_PLATFORM=cpu
 VERL_ENGINE_DEVICE=cuda``; devices are Ray's logical GPUs.
@@ -227,3 +227,7 @@ def _plain_linear(module):
 
 after_import("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", _cloned)
 after_import("vllm.model_executor.layers.utils", _plain_linear)
+
+
+# 6. Flash attention's entry for packed sequences, where a job asks for it (Ulysses).
+import verl_cpu.varlen  # noqa: E402, F401
