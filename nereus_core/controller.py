@@ -30,6 +30,7 @@ from nereus_core.sane import check_job
 from nereus_core.transition import Conditions, Journal, TransitionGraph, compile_transition
 from nereus_core.triggers import Trigger, Wake
 from nereus_core.units import Unit, UnitMap
+from nereus_core.workload import Job
 
 Notify = Callable[..., None]
 """``notify(hook_name, **kwargs)``: tells plugins; never raises."""
@@ -107,6 +108,11 @@ class Controller:
     def plan(self) -> Plan:
         """The plan the job runs."""
         return self._outlook.now.plan
+
+    @property
+    def job(self) -> Job:
+        """Static facts of the job, as the adapter told them last."""
+        return self._outlook.now.job
 
     @property
     def lost(self) -> frozenset[Device]:

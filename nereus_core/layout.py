@@ -80,7 +80,10 @@ def stage_problems(job: Job, stage: ModelStage, layout: Layout) -> tuple[str, ..
     """Say why a model-stage of a job cannot have a layout, or return () when it can."""
     model = job.model(stage)
     if stage not in job.row_cut:
-        return layout_problems(model, layout)
+        problems = list(layout_problems(model, layout))
+        if not problems and stage in job.kv_heads_cut and model.num_kv_heads % layout.tp:
+            problems.append(f"tp={layout.tp} does not divide num_kv_heads={model.num_kv_heads}")
+        return tuple(problems)
     problems = _head_problems(model, layout.tp) if job.sequence_parallel else []
     if layout.pp > 1:
         problems.append(f"pp={layout.pp}, and its state is cut by rows alone")
@@ -92,7 +95,10 @@ def stage_layouts(
 ) -> tuple[Layout, ...]:
     """Enumerate the layouts that a model-stage may have, as `layouts` does for a model."""
     if stage not in job.row_cut:
-        return layouts(job.model(stage), max_devices, degrees)
+        known = layouts(job.model(stage), max_devices, degrees)
+        if stage not in job.kv_heads_cut:
+            return known
+        return tuple(layout for layout in known if not stage_problems(job, stage, layout))
     return tuple(
         layout
         for tp in _allowed(degrees, max_devices)

@@ -45,6 +45,10 @@ def check_job(job: Job) -> None:
         f"{cluster.device_spec.name} memory_bytes_per_s": cluster.device_spec.memory_bytes_per_s,
         f"{cluster.device_spec.name} host_bytes_per_s": cluster.device_spec.host_bytes_per_s,
     }
+    shared = {"unit_batch": job.unit_batch, "device_batch": job.device_batch}
+    positive |= {name: n for name, n in shared.items() if n is not None}
+    positive |= {f"sequence_ranks of {s}": n for s, n in job.sequence_ranks.items()}
+    positive |= {f"micro_tokens of {s}": b.least for s, b in job.micro_tokens.items()}
     at_least_0 = {f"{cluster.device_spec.name} launch_s": cluster.device_spec.launch_s}
     for where, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node)):
         positive[f"{where} {link.name} bytes_per_s"] = link.bytes_per_s
@@ -57,6 +61,11 @@ def check_job(job: Job) -> None:
         problems.append(f"{min(twice)} is listed twice")
     if missing := sorted({s.model for s in job.workload.stages} - set(job.models)):
         problems.append(f"there is no model for {', '.join(missing)}")
+    named = {*job.row_cut, *job.kv_heads_cut, *job.sequence_ranks, *job.micro_tokens}
+    if strange := sorted(named - set(job.workload.stages)):
+        problems.append(f"{strange[0]} is cut or shared, and is no stage of the job")
+    if job.sequence_ranks and job.device_batch is None:
+        problems.append("sequence_ranks go with device_batch, which is None")
     if problems:
         raise JobError(problems)
 

@@ -162,6 +162,16 @@ Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Tokens that a micro-batch of a stage may have for each rank that shares its sequences."""
+
+    least: int
+    """In the pass that has fewest: a whole sequence has to go into a micro-batch of it."""
+    most: int
+    """In the pass that has most, for which memory is needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """The static facts of a running job."""
 
@@ -194,19 +204,26 @@ class Job:
     row_cut: frozenset[ModelStage] = frozenset()
     """Model-stages whose ranks cut every tensor by rows (FSDP): any number of them may hold a copy,
     whatever heads there are; heads bind them where they share sequences (``sequence_parallel``)."""
+    kv_heads_cut: frozenset[ModelStage] = frozenset()
+    """Model-stages whose units cut key/value heads and copy none: tp must divide their number."""
     sequence_ranks: Mapping[ModelStage, int] = field(default_factory=dict)
     """Devices that share each sequence of a stage under ``device_batch``, whatever its layout
     (Ulysses sequence parallelism); 1 where a stage is not named."""
     unit_batch: int | None = None
     """Sequences that the units of every stage but generation must divide, beside ``global_batch``:
     parts of a batch that have to fill whole micro-batches; None where none do."""
-    micro_tokens: int | None = None
-    """Tokens that each device of every stage but generation holds at once, where a framework cuts
-    micro-batches by tokens; None where they are ``micro_batch`` sequences."""
+    micro_tokens: Mapping[ModelStage, TokenBudget] = field(default_factory=dict)
+    """By stage, where a framework cuts micro-batches by tokens; ``micro_batch`` sequences where a
+    stage is not named."""
 
     def model(self, model_stage: ModelStage) -> ModelSpec:
         """Return the shapes of the model that a stage runs."""
         return self.models[model_stage.model]
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence that there may be."""
+        return self.max_prompt_tokens + self.max_response_tokens
 
     def share_problem(self, stage: ModelStage, num_devices: int, units: int) -> str | None:
         """Say why a batch cannot be shared out among the devices of a stage, or return None."""
@@ -214,6 +231,12 @@ class Job:
             return None
         if self.unit_batch is not None and self.unit_batch % units:
             return f"{units} units do not divide {self.unit_batch} sequences"
+        budget, longest = self.micro_tokens.get(stage), self.longest_tokens
+        if budget is not None and self.sequence_parallel:
+            ranks = num_devices // units
+            if budget.least * ranks < longest:
+                held = f"a micro-batch of {budget.least} tokens on each of {ranks} ranks"
+                return f"{held} does not take a sequence of {longest}"
         if self.device_batch is None:
             return None
         if num_devices % (ranks := self.sequence_ranks.get(stage, 1)):

@@ -71,13 +71,14 @@ def _kind(resources: Any) -> frozenset[str]:
     return frozenset(name for name in resources if name.startswith("accelerator_type:"))
 
 
-def placed(node: str, count: int) -> Any:
-    """Return a new placement group of so many bundles of one GPU on a node.
+def placed(node: str, count: int, cpus: int = 1) -> Any:
+    """Return a new placement group of so many bundles of one GPU, and some CPUs, on a node.
 
     Raises:
         DevicesMissing: Ray has not as many free there; nothing is left behind.
     """
-    group = placement_group([one_of(node) for _ in range(count)], strategy="STRICT_PACK")
+    bundles = [one_of(node, cpus) for _ in range(count)]
+    group = placement_group(bundles, strategy="STRICT_PACK")
     if not group.wait(PLACED_S):
         removed(group)
         free = free_by_node().get(node, Free(0, frozenset()))
@@ -85,9 +86,9 @@ def placed(node: str, count: int) -> Any:
     return group
 
 
-def one_of(node: str) -> dict[str, float]:
-    """Return a bundle for one device of a node."""
-    return {"GPU": 1, "CPU": 1, f"node:{node}": PIN}
+def one_of(node: str, cpus: int = 1) -> dict[str, float]:
+    """Return a bundle for one device of a node, and some CPUs."""
+    return {"GPU": 1, "CPU": cpus, f"node:{node}": PIN}
 
 
 def removed(group: Any) -> bool:

@@ -124,7 +124,7 @@ def test_split_into_indivisible_layout_is_infeasible(arrange: Arranger) -> None:
     bad = Layout(3, 1)
     subject = arrange(Stage.TRAIN, PP3)
     if not stage_problems(subject.job, ACTOR_TRAIN, bad):
-        pytest.skip("the harness's model allows tp=3")
+        pytest.skip("the job's train stage may have tp=3")
     op = subject.split(subject.own()[0], bad)
     with subject.boundary(), refused(subject, Infeasible, str(op)):
         subject.perform(op)

@@ -77,7 +77,7 @@ def transient_bytes(
 def _micro_batch_tokens(
     job: Job, stage: ModelStage, options: Options, each: FloatArray, lengths: Lengths
 ) -> FloatArray:
-    """Tokens that a rank holds at once, in whole sequences' worth of its own share of activations.
+    """Tokens that a rank holds at once, as if none of their activations were shared.
 
     Args:
         job: The job.
@@ -88,14 +88,19 @@ def _micro_batch_tokens(
     """
     # Under `Job.device_batch` some ranks may share each sequence: together they hold a micro-batch
     # of their common sequences, and each of them its part of it.
-    together = float(job.sequence_ranks.get(stage, 1)) if job.device_batch is not None else 1.0
-    micro = np.full(len(options), float(job.micro_batch))
-    if job.micro_tokens is not None:  # a sequence that is longer is held all the same
-        ranks = together if job.device_batch is not None else options.tp
-        longest = job.max_prompt_tokens + job.max_response_tokens
-        micro = np.maximum(1.0, job.micro_tokens * ranks // longest)
-    held = np.minimum(micro, np.ceil(each * together)) / together
-    return np.asarray(held * lengths.total_max)
+    by_device = job.device_batch is not None
+    together = float(job.sequence_ranks.get(stage, 1)) if by_device else 1.0
+    sequences = np.ceil(each * together)
+    budget = job.micro_tokens.get(stage)
+    if budget is None:
+        tokens = np.minimum(job.micro_batch, sequences) * lengths.total_max
+    else:  # filled with sequences as long as they are, one at least
+        ranks = options.tp if job.sequence_parallel else together
+        tokens = np.minimum(
+            np.maximum(budget.most * ranks, lengths.total_max), sequences * lengths.total_mean
+        )
+        tokens = np.maximum(tokens, lengths.total_max)
+    return np.asarray(tokens / together)
 
 
 def wave_ladder(job: Job, stage: ModelStage) -> tuple[int, ...]:

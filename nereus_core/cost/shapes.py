@@ -74,12 +74,13 @@ class RankShapes:
     """All parameters of the fullest rank."""
 
     @classmethod
-    def of(cls, model: ModelSpec, options: Options) -> Self:
-        """Cut a model's shapes by tp and pp."""
+    def of(cls, model: ModelSpec, options: Options, *, by_rows: bool = False) -> Self:
+        """Cut a model's shapes by tp and pp; ``by_rows`` whatever heads there are (FSDP)."""
         tp, pp = options.tp.astype(np.float64), options.pp
         h, d = model.hidden, model.head_dim
         query = model.num_heads * d / tp
-        kv = np.maximum(model.num_kv_heads / tp, 1.0) * d  # fewer kv heads than ranks: one each
+        # Fewer kv heads than ranks: one each, where heads are what is cut.
+        kv = np.maximum(model.num_kv_heads / tp, 0.0 if by_rows else 1.0) * d
         intermediate = model.intermediate / tp
         vocab = np.ceil(model.vocab / tp)
         matrix = 2 * h * query + 2 * h * kv + 3 * h * intermediate

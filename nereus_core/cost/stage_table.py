@@ -66,7 +66,7 @@ def stage_table(
     expand = (first[:, None] + np.minimum(np.arange(len(ladder)), last)).ravel()
     waves = ladder[wave]
     rows = options.take(at)
-    shapes = RankShapes.of(job.model(stage), rows)
+    shapes = RankShapes.of(job.model(stage), rows, by_rows=stage in job.row_cut)
     work = stage_work(job, stage, rows, shapes, lengths, waves, known.curves)
     sync = sync_work(job, stage, rows, shapes)
     return StageTable(

@@ -109,7 +109,7 @@ def choices_of(
         if now and now.layout not in known and not stage_problems(job, stage, now.layout):
             known = (*known, now.layout)  # what runs now may be kept, whatever its degrees
     units = _divisors(job.global_batch, total)
-    free = job.device_batch is None and job.unit_batch is None
+    free = job.device_batch is None and job.unit_batch is None and not job.micro_tokens
     inside = stage in job.within_node
     choices = [
         (layout.tp, layout.pp, dp)

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Any
 from nereus_core.hookspecs import hookspec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nereus_core.plan import Plan
+    from nereus_core.workload import Job
+
+
+@hookspec(firstresult=True)
+def nereus_register_engine(name: str) -> bool | None:
+    """Make the adapter's own training engine known to the framework in this process.
+
+    Returns True where there is one. Stops at the first result that is not None.
+
+    Called on: every process that imports the framework's engines.
+    Called when: they have been imported, in a job that has asked for the adapter's own.
+    """
 
 
 @hookspec(firstresult=True)
@@ -39,11 +53,19 @@ def nereus_resume(
 
 
 @hookspec(firstresult=True)
-def nereus_overrides(name: str, handle: Any, current: Plan, wanted: Plan) -> str | None:
+def nereus_overrides(
+    name: str,
+    handle: Any,
+    job: Job,
+    backend: Mapping[str, Any],
+    current: Plan,
+    wanted: Plan,
+) -> str | None:
     """Say in the framework's own words what a user would set to start the job on another plan.
 
-    *handle* is the framework's own job; *current* the plan in force. Stops at the first result that
-    is not None.
+    *handle* is the framework's own job, *job* what its adapter says of it, *backend* the adapter's
+    settings; *current* is the plan in force. Asks no process. Stops at the first result that is not
+    None.
 
     Called on: the driver.
     Called when: mode advise would have changed the plan, once for each plan.

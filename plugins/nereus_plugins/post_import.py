@@ -12,7 +12,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 Then = Callable[[ModuleType], None]
-"""Called with the module; must not raise, since its importer did nothing wrong."""
+"""Called with the module; must not raise where its importer did nothing wrong."""
 
 
 def after_import(name: str, then: Then) -> None:

@@ -98,7 +98,11 @@ class Session:
         if wanted is None or str(wanted) in self._said:
             return
         self._said.add(str(wanted))
-        if words := self.spell(decision.current_plan, wanted):
+        try:
+            words = self.spell(decision.current_plan, wanted)
+        except Exception as error:  # no reason to stop watching the job
+            words = f"(no words for it: {type(error).__name__}: {error})"
+        if words:
             say(f"[nereus] advice after step {decision.step}: {wanted}; to start on it: {words}")
 
     def _guarded(self, decide: Callable[[], object]) -> bool:

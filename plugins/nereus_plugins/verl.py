@@ -5,11 +5,16 @@ it imports nothing but the standard library and changes nothing but one thing: o
 trainers have been defined, each registered class is replaced in place by one of the same name that
 looks at ``config.nereus`` when a trainer is built. Without ``enable`` verl's own class is built.
 
+With ``nereus.backend.engine=tp``, the environment that the driver gives to the job's processes
+names Nereus as the vendor of engines, and each of them makes Nereus's own known to verl.
+
 The registry keeps its keys: verl picks the replay buffer by the name of the trainer mode.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -17,6 +22,8 @@ from typing import Any
 from nereus_plugins.post_import import after_import
 
 FRAMEWORK = "verl"
+VENDOR_KEY, VENDOR = "VERL_ENGINE_VENDOR", "nereus"
+"""How verl picks an engine: verl.workers.engine.base.EngineRegistry.get_engine_cls."""
 _SWITCHED_ON = ("nereus.enable=true", "nereus.enable=1", "nereus.enable=yes", "nereus.enable=on")
 
 
@@ -77,6 +84,58 @@ def _checked() -> None:
         _warn(error)
 
 
+def _vendor(module: Any) -> None:
+    """Let the driver name the vendor of engines in the environment of the job's processes."""
+    once = module.get_ppo_ray_runtime_env
+
+    @functools.wraps(once)
+    def environment(config: Any = None) -> Any:
+        found = once(config)
+        if _own_engine(config):
+            found["env_vars"][VENDOR_KEY] = VENDOR
+        return found
+
+    module.get_ppo_ray_runtime_env = environment
+
+
+def _own_engine(config: Any) -> bool:
+    """Whether a job's configuration asks for Nereus's own engine; raises ConfigError."""
+    keys = config.get("nereus") if config is not None else None
+    if keys is None:
+        return False
+    from nereus_plugins.verl_trainer import asked
+
+    settings = asked(config)
+    if settings is None or settings.backend.get("engine") != "tp":
+        return False
+    if str(config.trainer.v1.trainer_mode) == "separate_async":
+        from nereus_core.errors import ConfigError
+
+        # verl.utils.fsdp_utils.fsdp2_sharded_load_from_cpu, from one mini-batch to the next
+        raise ConfigError(
+            "backend.engine",
+            "it is 'tp'; separate_async keeps weights aside that are all cut alike",
+        )
+    return True
+
+
+def _register(module: ModuleType) -> None:
+    """Make Nereus's engine known where it is the one asked for.
+
+    Raises what goes wrong: verl would train with its own instead.
+    """
+    if os.environ.get(VENDOR_KEY) != VENDOR:
+        return
+    from nereus_core.registry import Registry
+    from nereus_plugins import hookspecs
+
+    registry = Registry.load()
+    registry.add_hookspecs(hookspecs)
+    registry.ask(FRAMEWORK, "nereus_register_engine")
+
+
+after_import("verl.trainer.constants_ppo", _vendor)
+after_import("verl.workers.engine.fsdp.transformer_impl", _register)
 after_import("verl.trainer.ppo.v1", _wrap)
 after_import("verl.trainer.main_ppo_v0", _legacy)
 if _asked_for():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     Raises:
         ConfigError: a key under ``nereus`` cannot be used; better at once than after an hour.
     """
-    from omegaconf import OmegaConf
-
-    keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
-    sharded = str(config.actor_rollout_ref.actor.strategy).startswith("fsdp")
-    defaults = {"constraints": {"max_pp": 1}} if sharded else None  # FSDP has no pipeline stages
-    found = settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
+    found = asked(config)
     if found is None:
         return trainer(config, *args, **kwargs)
     settings = _bounded(found, config)
@@ -61,7 +57,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
                     raise
                 say(refusal(FRAMEWORK, error))
                 return super().fit(*args, **kwargs)
-            self._nereus.spell = lambda current, wanted: _spelled(self, current, wanted)
+            self._nereus.spell = partial(_spelled, self, self._nereus)
             try:
                 result = super().fit(*args, **kwargs)
             except BaseException as error:
@@ -118,13 +114,29 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
     return Adapted(config, *args, **kwargs)
 
 
-def _spelled(trainer: Any, current: Plan, wanted: Plan) -> str | None:
+def _spelled(trainer: Any, session: Session, current: Plan, wanted: Plan) -> str | None:
     """Ask the adapter for verl's words for a plan."""
     registry = Registry.load()
     registry.add_hookspecs(hookspecs)
-    asked = {"handle": trainer, "current": current, "wanted": wanted}
+    asked = {
+        "handle": trainer,
+        "job": session.controller.job,
+        "backend": session.config.backend,
+        "current": current,
+        "wanted": wanted,
+    }
     found: str | None = registry.ask(FRAMEWORK, "nereus_overrides", **asked)
     return found
+
+
+def asked(config: Any) -> NereusConfig | None:
+    """Return the settings of a job that has a ``nereus`` section; None unless it is switched on."""
+    from omegaconf import OmegaConf
+
+    keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
+    sharded = str(config.actor_rollout_ref.actor.strategy).startswith("fsdp")
+    defaults = {"constraints": {"max_pp": 1}} if sharded else None  # FSDP has no pipeline stages
+    return settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
 
 
 def _bounded(settings: NereusConfig, config: Any) -> NereusConfig:

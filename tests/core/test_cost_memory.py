@@ -1,9 +1,11 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nereus_core.cluster import Cluster
 from nereus_core.cost import CostModel, Lengths
+from nereus_core.cost.shapes import Options
 from nereus_core.device_specs import H100_SXM, INFINIBAND_NDR, NVLINK4
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
@@ -14,6 +16,7 @@ from nereus_core.workload import (
     BFLOAT16_MIXED,
     REF_INFER,
     Job,
+    TokenBudget,
     grpo,
 )
 
@@ -122,10 +125,43 @@ def test_ranks_that_share_sequences_hold_a_part_of_each():
     units = {"unit_batch": 64, "sequence_parallel": True}
     for tp in (2, 4, 8):
         assert activations(tp, **units) == pytest.approx(alone / tp, rel=0.02)
-    # Where micro-batches are cut by tokens of a rank, more ranks hold more sequences at once.
-    longest = JOB.max_prompt_tokens + JOB.max_response_tokens
+
+
+def test_micro_batches_that_are_cut_by_tokens_are_full_whatever_lengths_are():
+    state = PARAMS * (2 + 2 * 4 + 4 + 4)
+    short = Lengths(100, 100, 200, 300)  # of 5,120 that there may be
+
+    def activations(tp, lengths=short, tokens=20_480, **more):
+        budget = {ACTOR_TRAIN: TokenBudget(tokens // 2, tokens)}
+        job = replace(JOB, global_batch=4096, micro_tokens=budget, **more)
+        plan = plan_of(train=(Layout(tp, 1), DEVICES[:tp]))
+        return CostModel(job).memory(plan, lengths)[DEVICES[0]] - state / tp
+
+    # As many sequences of 200 tokens as fill them: what 20,480 tokens take, one of four of 5,120.
+    fixed = replace(JOB, global_batch=4096, micro_batch=4, device_batch=4096)
+    long = Lengths(1024, 4096, 4096, 4096)
+    plan = plan_of(train=(Layout(1, 1), DEVICES[:1]))
+    full = CostModel(fixed).memory(plan, long)[DEVICES[0]] - state
     for tp in (1, 2, 4, 8):
-        assert activations(tp, micro_tokens=2 * longest, **units) == pytest.approx(alone, rel=0.02)
-    for tp in (2, 4, 8):
-        found = activations(tp, micro_tokens=2 * longest, **pairs)
-        assert found == pytest.approx(alone, rel=0.02)
+        assert activations(tp, device_batch=4096) == pytest.approx(full, rel=0.02)
+        followed = activations(tp, unit_batch=4096, sequence_parallel=True)
+        assert followed == pytest.approx(full, rel=0.02)  # each rank's own share is full
+    pairs = {"device_batch": 8192, "sequence_ranks": {ACTOR_TRAIN: 2}}
+    assert activations(4, **pairs) == pytest.approx(full, rel=0.02)
+    # A sequence that is longer than its rank's share is whole on all that share it.
+    one = activations(4, long, tokens=2048, unit_batch=4096, sequence_parallel=True)
+    assert one == pytest.approx(full * 2048 / 20_480, rel=0.03)
+    # Fewer tokens than fit are what is held.
+    few = replace(JOB, global_batch=8, device_batch=8)
+    few = replace(few, micro_tokens={ACTOR_TRAIN: TokenBudget(20_480, 20_480)})
+    held = CostModel(few).memory(plan, short)[DEVICES[0]] - state
+    assert held == pytest.approx(full * 8 * 200 / 20_480, rel=0.03)
+
+
+def test_ranks_that_cut_by_rows_hold_an_even_part_of_everything():
+    big = Cluster.homogeneous(8, 8, H100_SXM, NVLINK4, INFINIBAND_NDR)
+    for tp in (16, 64):  # of 8 key/value heads
+        options = Options.within_node(np.array([tp]), np.array([1]), np.array([1]))
+        job = replace(JOB, cluster=big, row_cut=frozenset({ACTOR_TRAIN}))
+        found = CostModel(job).table(ACTOR_TRAIN, options, LENGTHS).persistent_bytes[0]
+        assert found == pytest.approx(PARAMS * (2 + 2 * 4 + 4) / tp, rel=0.01)

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -88,3 +89,23 @@ def test_a_plan_is_read_from_units():
 def test_devices_that_do_not_divide_are_refused():
     with pytest.raises(PlanError, match="3 devices do not divide"):
         Placement.packed(Layout(2, 1), D[:3])
+
+
+def test_units_that_cut_key_value_heads_take_no_more_ranks_than_there_are():
+    assert TINY.num_kv_heads == 2
+    both = {
+        "actor_train": Placement.packed(Layout(4, 1), D),
+        "actor_generate": Placement.packed(Layout(4, 1), D),
+    }
+    assert plan_problems(plan(**both), JOB) == ()
+    cut = replace(JOB, kv_heads_cut=frozenset({ACTOR_TRAIN}))
+    assert plan_problems(plan(**both), cut) == ("actor/train: tp=4 does not divide num_kv_heads=2",)
+
+
+def test_units_share_out_whole_micro_batches():
+    fewer = replace(JOB, unit_batch=2)
+    four = Placement.packed(Layout(1, 1), D)
+    assert plan_problems(plan(actor_train=four), fewer) == (
+        "actor/train: 4 units do not divide 2 sequences",
+    )
+    assert plan_problems(plan(actor_generate=four), fewer) == ()

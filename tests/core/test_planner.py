@@ -22,6 +22,7 @@ from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner import Constraints, best, still_good
+from nereus_core.planner.choices import choices_of
 from nereus_core.planner.groups import Shape, packed
 from nereus_core.sim.models import LLAMA_3_1_8B, TINY
 from nereus_core.workload import (
@@ -366,3 +367,14 @@ def test_a_least_number_of_units_is_kept_as_far_as_devices_allow(num_devices, le
     plan = best(CostModel(job), Lengths.of_job(job), constraints).best.plan
     assert plan[ACTOR_TRAIN].dp >= least
     assert constraints.missing_units(plan) == 2 - least
+
+
+def test_no_choice_breaks_what_a_framework_asks_of_units():
+    job = Job(grpo(), {"actor": TINY, "ref": TINY}, SEATS, 8, 16, 16)
+    free = set(choices_of(job, Constraints(), None, ACTOR_TRAIN, (4,)))
+    assert (4, 1, 1) in free
+    assert (1, 1, 4) in free
+    asked = replace(job, kv_heads_cut=frozenset({ACTOR_TRAIN}), unit_batch=2)
+    left = set(choices_of(asked, Constraints(), None, ACTOR_TRAIN, (4,)))
+    assert left == {c for c in free if c[0] < 4 and c[2] in (1, 2)}
+    assert set(choices_of(asked, Constraints(), None, ACTOR_GENERATE, (4,))) == free

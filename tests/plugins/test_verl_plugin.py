@@ -92,3 +92,41 @@ def test_a_verl_that_is_not_the_known_one_is_said_loudly_and_goes_on():
     assert "[nereus] WARNING: OFF for this verl job" in ran.stderr
     assert "TRAINER_REGISTRY" in ran.stderr
     assert "nereus doctor verl" in ran.stderr
+
+
+ENGINES = (
+    FRAMEWORK
+    + """
+    for name in ("verl", "verl.trainer", "verl.workers", "verl.workers.engine",
+                 "verl.workers.engine.fsdp", "verl.workers.engine.fsdp.transformer_impl"):
+        module(name)
+    constants = module("verl.trainer.constants_ppo",
+                       get_ppo_ray_runtime_env=lambda config=None: {"env_vars": {"A": "1"}})
+"""
+)
+
+
+def test_without_the_key_the_jobs_processes_get_verls_own_environment_and_engines():
+    ran = run(
+        ENGINES
+        + """
+    import nereus_plugins.verl
+    for config in (None, {}, {"a": 1}):
+        assert constants.get_ppo_ray_runtime_env(config) == {"env_vars": {"A": "1"}}
+    assert "nereus_adapters" not in sys.modules
+    """
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_an_engine_that_was_asked_for_and_cannot_be_had_is_no_engine_of_verls():
+    ran = run(
+        ENGINES
+        + """
+    import os
+    os.environ["VERL_ENGINE_VENDOR"] = "nereus"
+    import nereus_plugins.verl
+    """
+    )
+    assert ran.returncode == 1
+    assert "No module named 'verl.workers.engine.base'" in ran.stderr

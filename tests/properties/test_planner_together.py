@@ -14,14 +14,17 @@ from nereus_core.layout import Layout, stage_problems
 from nereus_core.plan import Placement, Plan, plan_problems
 from nereus_core.planner import Constraints, best
 from nereus_core.planner.groups import packed
-from nereus_core.workload import Stage
+from nereus_core.workload import Stage, TokenBudget
 
 
 def shared_out(job, stage, devices, dp) -> bool:
     if stage.stage is Stage.GENERATE:
         return True
     if job.unit_batch is not None:
-        return job.unit_batch % dp == 0
+        budget = job.micro_tokens.get(stage)
+        longest = job.max_prompt_tokens + job.max_response_tokens
+        holds = budget is None or budget.least * (devices // dp) >= longest
+        return job.unit_batch % dp == 0 and holds
     pairs = job.sequence_ranks.get(stage, 1)
     return job.device_batch is None or (job.device_batch % devices == 0 and devices % pairs == 0)
 
@@ -78,7 +81,15 @@ def by_unit(job, seed):
     return {"unit_batch": max(1, job.global_batch // 2), "sequence_parallel": True}
 
 
-@pytest.mark.parametrize("ways", [by_device, by_rows, in_pairs, by_unit])
+def by_tokens(job, seed):
+    """As by unit, and micro-batches of a stage take no whole sequence on fewer than two ranks."""
+    longest = job.max_prompt_tokens + job.max_response_tokens
+    training = [s for s in job.workload.stages if s.stage is not Stage.GENERATE]
+    short = TokenBudget(longest // 2 + 1, longest)
+    return {**by_unit(job, seed), "micro_tokens": {training[seed % len(training)]: short}}
+
+
+@pytest.mark.parametrize("ways", [by_device, by_rows, in_pairs, by_unit, by_tokens])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_plan_with_all_stages_in_the_same_processes_is_exact(seed, ways):
     cost, lengths = small_problem(seed)
@@ -122,6 +133,10 @@ def test_a_plan_that_parts_them_or_does_not_divide_is_a_problem():
     assert any("do not divide 7 sequences" in p for p in plan_problems(two, odd))
     units = replace(cost.job, unit_batch=7)
     assert any("2 units do not divide 7 sequences" in p for p in plan_problems(two, units))
+    tokens = replace(units, unit_batch=8, sequence_parallel=True)
+    budget = TokenBudget(job.longest_tokens - 1, job.longest_tokens)
+    tokens = replace(tokens, micro_tokens=dict.fromkeys(stages, budget))
+    assert any(f"take a sequence of {job.longest_tokens}" in p for p in plan_problems(two, tokens))
     train = next(stage for stage in stages if stage.stage is Stage.TRAIN)
     alone = replace(cost.job, device_batch=8, sequence_ranks={train: 2})
     single = Plan(dict.fromkeys(stages, packed(Layout(), 1, devices)))

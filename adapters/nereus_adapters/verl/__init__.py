@@ -5,7 +5,7 @@ Importing this package imports neither verl nor Ray; the hooks do when they are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nereus_adapters.verl.seams import SEAMS
 from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nereus_adapters.verl.harness import VerlHarness
     from nereus_core.config import NereusConfig
     from nereus_core.plan import Plan
+    from nereus_core.workload import Job
 
 NAME = "verl"
 
@@ -112,6 +113,17 @@ def nereus_conformance_harness(
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own
+def nereus_register_engine(name: str) -> bool | None:
+    """Make Nereus's own training engine known to verl in this process."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.tensor_parallel import register
+
+    register()
+    return True
+
+
+@hookimpl(optionalhook=True)  # the plugin room's own
 def nereus_saved_ranks(name: str, handle: object, part: str, folder: Path) -> int | None:
     """Say how many ranks saved a checkpoint, where verl cannot load it on those there are."""
     if name != NAME:
@@ -135,10 +147,17 @@ def nereus_resume(
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own
-def nereus_overrides(name: str, handle: object, current: Plan, wanted: Plan) -> str | None:
+def nereus_overrides(
+    name: str,
+    handle: Any,
+    job: Job,
+    backend: Mapping[str, Any],
+    current: Plan,
+    wanted: Plan,
+) -> str | None:
     """Spell a plan as overrides of verl's command line."""
     if name != NAME:
         return None
     from nereus_adapters.verl.advising import spelled
 
-    return spelled(handle, current, wanted)
+    return spelled(handle.config, job, backend, current, wanted)

@@ -19,7 +19,7 @@ from nereus_adapters.verl import CAPABILITIES, shards
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.peaks import device_peaks
-from nereus_adapters.verl.reading import job_of
+from nereus_adapters.verl.reading import job_of, require_engine
 from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
@@ -46,6 +46,7 @@ from nereus_core.errors import (
     OutOfDeviceMemory,
     PlanError,
     SeatDead,
+    StateDiffers,
     TransitionFailed,
     Unsupported,
 )
@@ -64,6 +65,7 @@ from nereus_core.primitives import (
     model_stage_of,
     sources,
 )
+from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
@@ -88,6 +90,7 @@ class VerlAdapter(LedgerAdapter):
         if self._refused and config.mode == "adapt":
             raise Unsupported("mode adapt", f"{self._refused}. Modes observe and advise work.")
         ranks = Ranks.of(trainer.actor_rollout_wg.workers, self._timeouts.primitive_s)
+        require_engine(ranks.facts[0], settings)
         replicas = replicas_of(trainer)
         of_worker = devices_of(ranks, replicas, self._timeouts.primitive_s)
         own = tuple(dict.fromkeys(of_worker.values()))
@@ -172,10 +175,15 @@ class VerlAdapter(LedgerAdapter):
         )  # fmt: skip
         sums: dict[str, int] = {}
         counters: dict[str, int] = {}
+        seen: dict[tuple[str, Box], int] = {}
         for parts, counted in answers.values():
-            for tensor, part in parts.items():
-                sums[tensor] = (sums.get(tensor, 0) + part) % 2**64
+            for tensor, (box, part) in parts.items():
+                # Tensor-parallel ranks hold some tensors whole; empty boxes digest to 0.
+                if (first := seen.setdefault((tensor, box), part)) != part:
+                    raise StateDiffers(unit, f"{tensor} of one rank", f"{part:x}", f"{first:x}")
             counters |= counted
+        for (tensor, _), part in seen.items():
+            sums[tensor] = (sums.get(tensor, 0) + part) % 2**64
         return Fingerprint(unit, {t: f"{n:016x}" for t, n in sums.items()}, counters)
 
     # --- Boundary -----------------------------------------------------------------------------

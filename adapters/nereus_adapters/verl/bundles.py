@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
+from nereus_adapters.ray_bundles import placed, removed
 from nereus_core.cluster import Device
-from nereus_core.errors import DevicesMissing, Infeasible
+from nereus_core.errors import Infeasible
 from nereus_core.units import UnitId
 
 COLOCATED = 3
 """Processes that verl lets share a bundle of its trainers': ResourcePoolManager's own default."""
-PLACED_S = 30.0
-"""For Ray to place bundles on devices that it has free, those among them that it is just taking
-back. Chosen, not measured."""
-_PIN = 0.001
-"""Of a node's own resource ``node:ADDRESS``, of which Ray gives each node 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,7 @@ class Bundles:
         self._kept = {bundle.group.id for bundle in trainers.values()}
         self._holders: dict[Device, set[object]] = {device: {"verl"} for device in trainers}
         self._lock = threading.Lock()
-        """Held while Ray places a group, so for `PLACED_S` at most."""
+        """Held while Ray places a group, so for `ray_bundles.PLACED_S` at most."""
         for holder, bundles in replicas.items():
             self._at |= bundles
             for device in bundles:
@@ -75,7 +68,7 @@ class Bundles:
         with self._lock:
             absent = [device for device in devices if device not in self._at]
             if absent:
-                group = _placed(absent)
+                group = placed(nodes[0], len(absent), cpus=COLOCATED)
                 self._at |= {d: Bundle(group, index) for index, d in enumerate(absent)}
             for device in devices:
                 self._holders.setdefault(device, set()).add(holder)
@@ -91,7 +84,7 @@ class Bundles:
                 members = [d for d, bundle in self._at.items() if bundle.group.id == key]
                 if key in self._kept or any(self._holders.get(d) for d in members):
                     continue
-                _removed(group)
+                removed(group)
                 for device in members:
                     del self._at[device]
                     self._holders.pop(device, None)
@@ -128,20 +121,3 @@ def pool_over(bundles: Sequence[Bundle], name: str) -> Any:
 def bundles_of(pool: Any) -> list[Bundle]:
     """Return the bundles of a pool of verl's, in order of rank."""
     return [Bundle(group, index) for group in pool.pgs for index in range(pool.store[0])]
-
-
-def _placed(devices: Sequence[Device]) -> Any:
-    """Have Ray place a group on the node of some devices; nothing is left where it cannot."""
-    node = devices[0].node
-    each = {"CPU": COLOCATED, "GPU": 1, f"node:{node}": _PIN}  # as RayResourcePool's, and pinned
-    group = ray.util.placement_group([dict(each) for _ in devices], strategy="STRICT_PACK")
-    if not group.wait(PLACED_S):
-        _removed(group)
-        free = int(ray.available_resources().get("GPU", 0))
-        raise DevicesMissing(f"free GPU ({node})", len(devices), free)
-    return group
-
-
-def _removed(group: Any) -> None:
-    with suppress(Exception):  # it goes with the job at the latest
-        ray.util.remove_placement_group(group)

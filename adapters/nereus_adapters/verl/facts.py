@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nereus_adapters.verl.tensor_parallel import VENDOR
 from nereus_core.layout import Layout
 
 
@@ -20,7 +21,7 @@ class EngineFacts:
     """``actor``, ``ref`` or ``critic``."""
     layout: Layout
     """Ranks that hold one copy of the state between them: tp and pp of Megatron's engine; with FSDP
-    the ``fsdp`` dimension of the mesh, written as tp."""
+    the last dimension of the mesh, written as tp."""
     hf_config: dict[str, Any]
     params_dtype: str
     """Of the parameters that the optimizer works on, e.g. ``float32``."""
@@ -28,6 +29,8 @@ class EngineFacts:
     """Ranks that share each sequence (Ulysses)."""
     packs: bool = True
     """Whether sequences are packed without padding, as Ulysses needs them."""
+    tensor_parallel: bool = False
+    """Whether it is Nereus's own engine (`tensor_parallel`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ def _facts(role: str, held: Any) -> EngineFacts:
         else str(parameter.dtype).removeprefix("torch."),
         sequence_ranks=int(getattr(engine, "ulysses_sequence_parallel_size", 1)),
         packs=bool(getattr(engine, "use_remove_padding", True)),
+        tensor_parallel=getattr(engine, "vendor", None) == VENDOR,
     )
 
 

@@ -3,7 +3,7 @@
 Megatron cuts layers into pipeline stages of one size; first and last may be given sizes of their
 own (num_layers_in_first_pipeline_stage and _last_, which verl hands on in
 ``override_transformer_config``). Where layers do not divide, stages in the middle get
-ceil(layers / pp) and what is left lies at both ends: the longest stage is then the one that the
+ceil(layers / pp), or floor, and what is left lies at both ends, so that no stage is longer than the
 cost model counts on.
 """
 
@@ -15,8 +15,7 @@ from nereus_core.layout import Layout
 
 MISSING = (
     "tensors of its ranks, and its distributed optimizer's, are not among the states that are "
-    "moved, and its process groups (megatron.core.parallel_state) are not rebuilt; it needs CUDA "
-    "to be tried. Mode advise says which overrides to start the job with"
+    "moved, and its process groups (megatron.core.parallel_state) are not rebuilt"
 )
 """What keeps a Megatron job from being changed while it runs."""
 
@@ -57,13 +56,12 @@ def uneven(num_layers: int, pp: int) -> Mapping[str, int]:
         raise ValueError(f"pp={pp} exceeds num_layers={num_layers}")
     if num_layers % pp == 0:
         return {}
-    most = -(-num_layers // pp)
-    left = num_layers - most * (pp - 2)
-    if left < 2:
-        raise ValueError(
-            f"{num_layers} layers do not make {pp} stages of at most {most} with equal ones amid"
-        )
-    return {
-        "num_layers_in_first_pipeline_stage": left - left // 2,
-        "num_layers_in_last_pipeline_stage": left // 2,
-    }
+    most, least = -(-num_layers // pp), num_layers // pp
+    for middle in (most, least):
+        ends = num_layers - middle * (pp - 2)
+        if 2 <= ends <= 2 * most:
+            return {
+                "num_layers_in_first_pipeline_stage": ends - ends // 2,
+                "num_layers_in_last_pipeline_stage": ends // 2,
+            }
+    raise ValueError(f"{num_layers} layers do not make {pp} stages of at most {most}")

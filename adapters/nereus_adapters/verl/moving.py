@@ -1,10 +1,10 @@
 """moving: the state of new units, sent shard to shard along the core's routes.
 
-The boxes of an FSDP2 shard group are cuts of each parameter's first dimension; `routes` intersects
-those that are needed with those that are there, so that each byte a rank lacks is sent once, from
-the nearest holder. Pieces travel through Ray's object store, from the rank that holds them to the
-rank that needs them, a bounded number of bytes at a time; no rank ever holds a whole tensor that it
-does not need.
+The boxes of an FSDP2 shard group are cuts of each parameter's first dimension, those of
+tensor-parallel ranks of one or the other; `routes` intersects those that are needed with those that
+are there, so that each byte a rank lacks is sent once, from the nearest holder. Pieces travel
+through Ray's object store, from the rank that holds them to the rank that needs them, a bounded
+number of bytes at a time; no rank ever holds a whole tensor that it does not need.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from nereus_adapters.ray_calls import apart, call_all, gathered
 from nereus_adapters.verl import shards
+from nereus_adapters.verl.cuts import Cut
 from nereus_adapters.verl.fleet import Fleet
 from nereus_core.cluster import Device
 from nereus_core.errors import SeatDead
@@ -50,12 +51,14 @@ class Move:
                 awaited=f"what the ranks of {unit.id} hold", timeout_s=timeout_s,
             )  # fmt: skip
             outlines |= {(str(unit.id), device): found for device, found in answers.items()}
-        shapes = next(iter(outlines.values())).shapes
+        source = next(iter(outlines.values()))
         before = [(device, _present(found.boxes)) for (_, device), found in outlines.items()]
         after = [
             (device, _present(boxes))
             for unit in made
-            for device, boxes in zip(unit.devices, shard_boxes(shapes, unit), strict=True)
+            for device, boxes in zip(
+                unit.devices, shard_boxes(source.shapes, unit, source.cuts), strict=True
+            )
         ]
         return cls(role, tuple(origin), tuple(made), outlines, routes(before, after))
 
@@ -76,9 +79,8 @@ class Move:
             WaitTimeout, SeatDead: a rank did not answer in time or is gone.
             PrimitiveError: a piece arrived changed.
         """
-        shapes = next(iter(self.outlines.values())).shapes
         try:
-            self._begin(fleet, shapes, timeout_s)
+            self._begin(fleet, timeout_s)
             enter(Phase.TRANSFER)
             for bucket in self._buckets():
                 self._send(bucket, fleet, timeout_s)
@@ -88,12 +90,13 @@ class Move:
             self._forget(fleet, timeout_s)
             raise
 
-    def _begin(self, fleet: Fleet, shapes: Mapping[str, tuple[int, ...]], timeout_s: float) -> None:
+    def _begin(self, fleet: Fleet, timeout_s: float) -> None:
         source = self.origin[0]
+        known = next(iter(self.outlines.values()))
         for unit in self.made:
             each = {}
             for index, (device, boxes) in enumerate(
-                zip(unit.devices, shard_boxes(shapes, unit), strict=True)
+                zip(unit.devices, shard_boxes(known.shapes, unit, known.cuts), strict=True)
             ):
                 # Schedules and steps are the same on all ranks; random state is of a rank.
                 rank = source.devices[index % len(source.devices)]
@@ -164,21 +167,14 @@ class Move:
                 apart(worker, shards.drop, [str(unit.id)])
 
 
-def shard_boxes(shapes: Mapping[str, tuple[int, ...]], unit: Unit) -> list[dict[str, Box]]:
-    """Return the boxes of every rank of a shard group, as ``fully_shard`` cuts them.
-
-    Source: torch.distributed.tensor.Shard(0), which cuts as ``torch.chunk`` does: equal pieces of
-    ceil(n / ranks) rows, of which the last may be short or empty.
-    """
-    ranks = len(unit.devices)
-    found: list[dict[str, Box]] = [{} for _ in range(ranks)]
+def shard_boxes(
+    shapes: Mapping[str, tuple[int, ...]], unit: Unit, cuts: Mapping[str, Cut]
+) -> list[dict[str, Box]]:
+    """Return the boxes of every rank of a unit, as its engine cuts them."""
+    found: list[dict[str, Box]] = [{} for _ in unit.devices]
     for name, shape in shapes.items():
-        rows = -(-shape[0] // ranks)
-        for rank in range(ranks):
-            first = min(rank * rows, shape[0])
-            count = min(rows, shape[0] - first)
-            offset = (first, *(0,) * (len(shape) - 1))
-            found[rank][name] = Box(offset, (count, *shape[1:]))
+        for mine, box in zip(found, cuts[name].boxes(shape, len(unit.devices)), strict=True):
+            mine[name] = box
     return found
 
 

@@ -83,8 +83,8 @@ def _engine_keys(
             if not isinstance(value, dict):
                 yield f"{_MEGATRON[role]}.{name}", str(value)
                 continue
-            for inner, number in value.items():  # keys that verl's own configuration has not
-                yield f"+{_MEGATRON[role]}.{name}.{inner}", str(number)
+            for inner, number in value.items():  # a user's own, or not there yet
+                yield f"++{_MEGATRON[role]}.{name}.{inner}", str(number)
 
 
 def _per_node(devices: Collection[Device]) -> int:

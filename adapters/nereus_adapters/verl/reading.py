@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.sleeping import asleep_bytes
 from nereus_adapters.verl.standing import ROLES
-from nereus_adapters.verl.ulysses import Ulysses, shared_out
+from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
 from nereus_core.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from nereus_core.device_specs import CPU_SEAT, DEVICE_SPECS, LINK_SPECS
 from nereus_core.errors import ConfigError
@@ -24,6 +24,7 @@ from nereus_core.workload import (
     REF_INFER,
     Algorithm,
     Job,
+    ModelStage,
     Node,
     Precision,
     Stage,
@@ -87,30 +88,45 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        **(_sharing(trainer, ulysses) if shards else _megatron(actor)),
+        **(_sharing(trainer, stages, ulysses, settings) if shards else _megatron(actor)),
     )
 
 
-def _sharing(trainer: Any, ulysses: Ulysses) -> dict[str, Any]:
-    """Say how verl shares a batch out among the ranks of its FSDP engines, as fields of a Job."""
-    actor = trainer.config.actor_rollout_ref.actor
-    shared = shared_out(
-        trainer.config,
-        ulysses,
-        critic=bool(trainer.use_critic),
-        reference=_has_reference(trainer),
+def _sharing(
+    trainer: Any, stages: Collection[ModelStage], ulysses: Ulysses, settings: VerlSettings
+) -> dict[str, Any]:
+    """Say how a batch and a model are shared out among ranks of an FSDP2 engine, for a Job."""
+    config, roles = trainer.config, {r: s for r, s in ROLES.items() if s in stages}
+    passes = tuple(
+        passes_of(config, critic=bool(trainer.use_critic), reference=_has_reference(trainer))
     )
-    tokens = int(actor.ppo_max_token_len_per_gpu) if actor.use_dynamic_bsz else None
-    how = {"row_cut": frozenset(ROLES.values()), "micro_tokens": tokens}
+    shared = shared_out(passes, int(config.actor_rollout_ref.rollout.n), ulysses)
+    tokens = {ROLES[role]: budget for role, budget in budgets(passes).items()}
+    own = frozenset(roles.values())
+    if settings.engine == "tp":  # its degrees of Ulysses are 1
+        return {"unit_batch": shared, "kv_heads_cut": own, "micro_tokens": tokens}
+    how = {"row_cut": own, "micro_tokens": tokens}
     if ulysses.follows:
         return {**how, "unit_batch": shared, "sequence_parallel": True}
-    ranks = {ROLES[role]: degree for role, degree in ulysses.now.items()}
+    ranks = {stage: ulysses.now.get(role, 1) for role, stage in roles.items()}
     return {**how, "device_batch": shared, "sequence_ranks": ranks}
 
 
 def _megatron(actor: Any) -> dict[str, Any]:
     """Say how ranks of a Megatron unit share activations, as fields of a Job."""
     return {"sequence_parallel": bool(actor.megatron.get("sequence_parallel", True))}
+
+
+def require_engine(facts: WorkerFacts, settings: VerlSettings) -> None:
+    """Raise ConfigError unless the processes train with the engine that settings name."""
+    for engine in facts.engines:
+        if engine.tensor_parallel != (settings.engine == "tp"):
+            runs = "tp" if engine.tensor_parallel else "verl"
+            raise ConfigError(
+                "backend.engine",
+                f"it is {settings.engine!r}, and the {engine.role} trains with {runs!r}; the tp "
+                "engine is one of strategy=fsdp2, and Ray has to be started by verl's own command",
+            )
 
 
 def _has_reference(trainer: Any) -> bool:

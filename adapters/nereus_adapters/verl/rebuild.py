@@ -130,14 +130,7 @@ def build(worker: Any, seats: tuple[Seat, ...]) -> None:
         object.__setattr__(config.engine_config, "fsdp_size", seat.shard_size)
         config.engine_config.ulysses_sequence_parallel_size = seat.sequence_ranks
         outer = _outer(worker, seat.role) if seat.role in ("actor", "ref") else None
-        holder = worker.worker_dict[seat.role] if outer is None else getattr(outer, seat.role, None)
-        engine = getattr(holder, "engine", None)
-        _leave(*(getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh")))
-        if outer is not None:
-            setattr(outer, seat.role, None)
-            _forget_saved(outer)
-        else:
-            worker.worker_dict[seat.role].engine = None
+        _drop(worker, outer, seat.role)
         _free()
         kind = (
             type(worker.worker_dict[seat.role])
@@ -209,6 +202,22 @@ def _outer(worker: Any, role: str = "actor") -> Any:
         if hasattr(held, "init_model") and role in held.role:
             return held
     raise PrimitiveError(f"this process has no {role} worker.")
+
+
+def _drop(worker: Any, outer: Any, role: str) -> None:
+    """Take a role's engine out and leave its process groups; nothing here refers to it after.
+
+    It is out before anything can go wrong, so that another attempt finds none.
+    """
+    if outer is not None:
+        held = getattr(outer, role, None)
+        engine = getattr(held, "engine", None)
+        setattr(outer, role, None)
+        _forget_saved(outer)
+    else:
+        held = worker.worker_dict[role]
+        engine, held.engine = getattr(held, "engine", None), None
+    _leave(*(getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh")))
 
 
 def _leave(*meshes: Any) -> None:

@@ -8,6 +8,7 @@ gathered and nothing is written. `load` and what it calls run inside verl's work
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import take_optimizer
 from nereus_adapters.verl.shards import Held, local, local_box, no_step, not_adam
+from nereus_adapters.verl.tensor_parallel import VENDOR, VENDOR_KEY
 from nereus_core.cluster import Device
 from nereus_core.errors import PrimitiveError
 from nereus_core.state import Box
@@ -46,7 +48,9 @@ def saved_ranks(trainer: Any, role: str, folder: Path) -> int | None:
     if str(part.strategy) != "fsdp2" or not folder.is_dir():
         return None  # another engine's, or a remote folder, which verl copies first
     world = world_of(folder)
-    return None if world == len(trainer.actor_rollout_wg.workers) else world
+    # Tensor-parallel ranks may be as many as saved it and cut otherwise.
+    own = os.environ.get(VENDOR_KEY) == VENDOR
+    return None if world == len(trainer.actor_rollout_wg.workers) and not own else world
 
 
 def world_of(folder: Path) -> int | None:

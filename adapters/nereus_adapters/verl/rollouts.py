@@ -78,7 +78,8 @@ class Rollouts:
             return
         from verl.workers.rollout.replica import RolloutMode
 
-        replica = self._made(unit, next(_RANKS))
+        on_node = max(Counter(device.node for device in unit.devices).values())
+        replica = self._made(unit, next(_RANKS), on_node)
         replica.rollout_mode = RolloutMode.HYBRID  # as init_hybrid does, with these workers
         replica.workers = list(self._fleet.workers(unit.devices).values())
 
@@ -95,7 +96,7 @@ class Rollouts:
             raise
         self.replicas[unit.id] = replica
 
-    def _made(self, unit: Unit, rank: int) -> Any:
+    def _made(self, unit: Unit, rank: int, gpus_per_node: int) -> Any:
         """Return verl's object for a unit's replica, of which nothing has been started."""
         from omegaconf import open_dict
 
@@ -107,7 +108,7 @@ class Rollouts:
             replica_rank=rank,
             config=config,
             model_config=manager.model_config,
-            gpus_per_node=max(Counter(d.node for d in unit.devices).values()),
+            gpus_per_node=gpus_per_node,
         )
 
     def leave(self, devices: Iterable[Device] | None = None) -> None:

@@ -50,6 +50,22 @@ SEAMS = (
     Seam(_ENGINE, "FSDPEngine.initialize", ("self",)),
     Seam(_ENGINE, "FSDPEngine._init_device_mesh", ("self",)),
     Seam(_ENGINE, "FSDPEngine._build_module", ("self",)),
+    # Nereus's own engine: how verl finds it, and what of verl's it is made from.
+    Seam(
+        "verl.workers.engine.base",
+        "EngineRegistry.register",
+        ("cls", "model_type", "backend", "device", "vendor"),
+    ),
+    Seam("verl.workers.engine.base", "EngineRegistry.get_engine_cls", ("model_type", "backend")),
+    Seam("verl.workers.engine.base", "EngineRegistry._engines"),
+    Seam(_ENGINE, "FSDPEngineWithLMHead"),
+    Seam(_ENGINE, "FSDPEngineWithValueHead"),
+    Seam(_ENGINE, "FSDPEngine._build_fsdp_module", ("self", "module")),
+    Seam(_ENGINE, "FSDPEngine.is_mp_src_rank_with_outputs", ("self",)),
+    Seam(_ENGINE, "FSDPEngine.get_data_parallel_rank", ("self",)),
+    Seam(_ENGINE, "FSDPEngine.get_data_parallel_size", ("self",)),
+    Seam(_ENGINE, "FSDPEngine.get_data_parallel_group", ("self",)),
+    Seam("verl.utils.fsdp_utils", "apply_fsdp2", ("model", "fsdp_kwargs", "config")),
     Seam("verl.utils.fsdp_utils", "get_init_weight_context_manager", ("use_meta_tensor", "mesh")),
     Seam(
         "verl.utils.fsdp_utils",

@@ -15,6 +15,9 @@ class VerlSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    engine: Literal["verl", "tp"] = "verl"
+    """Whose fsdp2 engines train: verl's own, or Nereus's with tensor parallelism
+    (`tensor_parallel`). The plugin reads it before the job's processes start."""
     device_spec: str | None = None
     """A name of `nereus_core.device_specs.DEVICE_SPECS`; by the device's own name by default."""
     intra_node: str | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nereus_adapters.verl.cuts import ROWS, Cut
 from nereus_adapters.verl.facts import training_workers
 from nereus_core.errors import PrimitiveError
 from nereus_core.state import Box, Slot
@@ -33,6 +34,8 @@ class Held:
     """Of the whole tensors."""
     tensors: dict[tuple[str, str], torch.Tensor]
     """By slot and tensor, in the shape of the tensor's box."""
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """How the ranks of a unit share each tensor."""
     counters: dict[str, float] = field(default_factory=dict)
     """Steps that the optimizer has taken, by tensor."""
     extras: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +48,7 @@ class Outline:
 
     boxes: Mapping[str, Box]
     shapes: Mapping[str, tuple[int, ...]]
+    cuts: Mapping[str, Cut]
     dtypes: Mapping[tuple[str, str], torch.dtype]
     counters: Mapping[str, float]
     extras: Mapping[str, Any]
@@ -71,10 +75,12 @@ def held(worker: Any, role: str, unit: str) -> Held:
 def of_engine(role: str, engine: Any) -> Held:
     """See an engine's local shards, moments, counters and schedules."""
     found = Held(role, {}, {}, {})
+    cuts = getattr(engine, "cuts", {})
     states = engine.optimizer.state if engine.optimizer is not None else {}
     for name, parameter in engine.module.named_parameters():
         found.boxes[name] = local_box(parameter)
         found.shapes[name] = tuple(parameter.shape)
+        found.cuts[name] = cuts.get(name, ROWS)
         found.tensors[Slot.PARAM.value, name] = local(parameter)
         for key, value in states.get(parameter, {}).items():
             if key == _STEP:
@@ -147,7 +153,7 @@ def outline(worker: Any, role: str, unit: str) -> Outline:
     """Describe a rank's state."""
     found = held(worker, role, unit)
     dtypes = {key: tensor.dtype for key, tensor in found.tensors.items()}
-    return Outline(found.boxes, found.shapes, dtypes, found.counters, found.extras)
+    return Outline(found.boxes, found.shapes, found.cuts, dtypes, found.counters, found.extras)
 
 
 def begin(worker: Any, unit: str, role: str, boxes: Mapping[str, Box], source: Outline) -> None:
@@ -158,7 +164,13 @@ def begin(worker: Any, unit: str, role: str, boxes: Mapping[str, Box], source: O
         if name in boxes
     }
     staged(worker)[unit] = Held(
-        role, dict(boxes), dict(source.shapes), tensors, dict(source.counters), dict(source.extras)
+        role,
+        dict(boxes),
+        dict(source.shapes),
+        tensors,
+        dict(source.cuts),
+        dict(source.counters),
+        dict(source.extras),
     )
 
 
@@ -205,11 +217,14 @@ def drop(worker: Any, units: Iterable[str]) -> None:
         staged(worker).pop(unit, None)
 
 
-def digests(worker: Any, role: str, unit: str) -> tuple[dict[str, int], dict[str, int]]:
+def digests(worker: Any, role: str, unit: str) -> tuple[dict[str, tuple[Box, int]], dict[str, int]]:
     """Return this rank's part of the digest of every tensor, and the counters."""
     found = held(worker, role, unit)
     parts = {
-        f"{slot}/{name}": int(digest(tensor, found.boxes[name], found.shapes[name]), 16)
+        f"{slot}/{name}": (
+            found.boxes[name],
+            int(digest(tensor, found.boxes[name], found.shapes[name]), 16),
+        )
         for (slot, name), tensor in found.tensors.items()
     }
     steps = {int(step) for step in found.counters.values()}

@@ -71,8 +71,8 @@ class Standalone(Rollouts):
     def _started(self, unit: Unit) -> Any:
         from verl.workers.rollout.replica import RolloutMode
 
-        rank = next(_RANKS)
-        replica = self._made(unit, rank)
+        rank, on_node = next(_RANKS), int(self._manager.rollout_config.n_gpus_per_node)
+        replica = self._made(unit, rank, max(on_node, len(unit.devices)))
         replica.rollout_mode = RolloutMode.STANDALONE  # as init_standalone does, in these bundles
         bundles = self._fleet.bundles.hold(unit.devices, unit.id)
         self._units[unit.id] = unit

@@ -7,12 +7,12 @@ layout is written tp=k for k ranks. A unit of the generating stage is one rollou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
+from nereus_adapters.ray_bundles import free_by_node
 from nereus_adapters.ray_calls import call_all
 from nereus_adapters.verl.bundles import Bundles, bundles_of
 from nereus_adapters.verl.facts import WorkerFacts, worker_facts
@@ -100,14 +100,12 @@ def free_devices(held: Sequence[Device], wanted: int) -> tuple[Device, ...]:
     if wanted <= 0:
         return ()
     found: list[Device] = []
-    left = int(ray.available_resources().get("GPU", 0))
-    nodes = {d.node: None for d in held}
-    alive = {n["NodeManagerAddress"]: n for n in ray.nodes() if n["Alive"]}
-    for node in (*nodes, *sorted(set(alive) - set(nodes))):
-        total = int(alive.get(node, {}).get("Resources", {}).get("GPU", 0))
-        spare = [Device(node, i) for i in range(total) if Device(node, i) not in held]
-        found += spare
-    return tuple(found[: min(wanted, left)])
+    free, nodes = free_by_node(), dict.fromkeys(d.node for d in held)
+    for node in (*nodes, *sorted(set(free) - set(nodes))):
+        count = free[node].count if node in free else 0
+        names = (Device(node, i) for i in itertools.count())
+        found += itertools.islice((d for d in names if d not in held), count)
+    return tuple(found[:wanted])
 
 
 def replicas_of(trainer: Any) -> list[Any]:

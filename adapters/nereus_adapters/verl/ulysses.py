@@ -8,13 +8,14 @@ it when shard groups change: it is kept, or every shard group is one such rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_core.errors import ConfigError
+from nereus_core.workload import TokenBudget
 
 _KEYS = {
     "actor": "actor_rollout_ref.actor.fsdp_config",
@@ -41,6 +42,8 @@ class Ulysses:
         Raises:
             ConfigError: degrees are to follow shard groups and do not as the job starts, or cannot.
         """
+        if settings.ulysses == "follow" and settings.engine == "tp":
+            raise ConfigError("backend.ulysses", "the tp engine shares no sequences; use keep")
         found = cls(
             {engine.role: engine.sequence_ranks for engine in facts.engines},
             settings.ulysses == "follow",
@@ -65,35 +68,82 @@ def _check_follows(role: str, shard_size: int, degree: int, packs: bool) -> None
             f"follow means that each shard group shares its sequences; the {role}'s shard groups "
             f"have {shard_size} ranks, of which {degree} share a sequence. Start with "
             f"{_KEYS[role]}.ulysses_sequence_parallel_size={shard_size}, or with "
-            f"{_KEYS[role]}.fsdp_size={degree}",
+            f"{_KEYS[role]}.fsdp_size={degree} (the old key beside it, "
+            f"{_KEYS[role].rpartition('.')[0]}.ulysses_sequence_parallel_size, counts first where "
+            "it is more than 1)",
         )
 
 
-def shared_out(config: Any, ulysses: Ulysses, *, critic: bool, reference: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of a role's engine over a (mini-)batch."""
+
+    role: str
+    prompts: int
+    """In what is shared out among data-parallel ranks."""
+    micro: int | None
+    """Sequences of a micro-batch; None where they are cut by tokens, or not at all."""
+    tokens: int | None
+    """Tokens of a micro-batch for each rank that shares sequences; None where sequences count."""
+
+
+def passes_of(config: Any, *, critic: bool, reference: bool) -> Iterator[Pass]:
+    """Yield what verl's trainer asks of engines in a step."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    batch, tokens = int(config.data.train_batch_size), "ppo_max_token_len_per_gpu"
+    micro, forward = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"
+    kept = "log_prob_max_token_len_per_gpu"
+
+    def one(role: str, prompts: Any, dynamic: Any, sequences: Any, most: Any) -> Pass:
+        if dynamic:
+            return Pass(role, int(prompts), None, None if most is None else int(most))
+        return Pass(role, int(prompts), int(sequences) if sequences else None, None)
+
+    yield one(
+        "actor", actor.ppo_mini_batch_size, actor.use_dynamic_bsz, actor.get(micro),
+        actor.get(tokens),
+    )  # fmt: skip
+    yield one("actor", batch, actor.use_dynamic_bsz, rollout.get(forward), rollout.get(kept))
+    if reference:
+        ref = config.actor_rollout_ref.ref
+        dynamic = ref.get("log_prob_use_dynamic_bsz", False)
+        yield one("ref", batch, dynamic, ref.get(forward), ref.get(kept))
+    if critic:
+        own = config.critic
+        yield one(
+            "critic", own.ppo_mini_batch_size, own.use_dynamic_bsz, own.get(micro), own.get(tokens)
+        )
+        yield one(
+            "critic", batch, own.use_dynamic_bsz,
+            own.get("forward_micro_batch_size_per_gpu") or own.get(micro),
+            own.get("forward_max_token_len_per_gpu") or own.get(tokens),
+        )  # fmt: skip
+
+
+def shared_out(passes: Iterable[Pass], each: int, ulysses: Ulysses) -> int:
     """Return what the ranks of every engine have to divide; its units, where degrees follow them.
 
     verl gives each data-parallel rank its part of a (mini-)batch and asserts that they fill whole
     micro-batches (workers/engine/utils.py, prepare_micro_batches), where those have a fixed size.
+
+    Args:
+        passes: In a step.
+        each: Responses to a prompt.
+        ulysses: Ranks that share each sequence.
     """
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    each, batch = int(rollout.n), int(config.data.train_batch_size)
-    dynamic, micro = actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu
-    parts = [
-        ("actor", int(actor.ppo_mini_batch_size), dynamic, micro),
-        ("actor", batch, dynamic, rollout.log_prob_micro_batch_size_per_gpu),
-    ]
-    if reference:
-        ref = config.actor_rollout_ref.ref
-        micro = ref.get("log_prob_micro_batch_size_per_gpu")
-        parts.append(("ref", batch, ref.get("log_prob_use_dynamic_bsz", False), micro))
-    if critic:
-        own, micro = config.critic, config.critic.ppo_micro_batch_size_per_gpu
-        parts.append(("critic", int(own.ppo_mini_batch_size), own.use_dynamic_bsz, micro))
-        forward = own.get("forward_micro_batch_size_per_gpu") or micro
-        parts.append(("critic", batch, own.use_dynamic_bsz, forward))
     return math.gcd(
-        *(
-            prompts * each * ulysses.degree(role, 1) // (1 if dynamic or not micro else int(micro))
-            for role, prompts, dynamic, micro in parts
-        )
+        *(p.prompts * each * ulysses.degree(p.role, 1) // (p.micro or 1) for p in passes)
     )
+
+
+def budgets(passes: Iterable[Pass]) -> dict[str, TokenBudget]:
+    """Return the tokens of a micro-batch, by role, where verl cuts micro-batches by tokens.
+
+    It asserts that the longest sequence goes into one (utils/seqlen_balancing.py,
+    rearrange_micro_batches), times the ranks that share it.
+    """
+    found: dict[str, list[int]] = {}
+    for one in passes:
+        if one.tokens is not None:
+            found.setdefault(one.role, []).append(one.tokens)
+    return {role: TokenBudget(min(tokens), max(tokens)) for role, tokens in found.items()}

@@ -86,7 +86,8 @@ def jobs(launch) -> Callable[[str], Job]:
     """
 
     def fixed_grpo():
-        return launch("fixed-grpo", "+nereus.mode=advise")
+        admission = "+nereus.policy.admission='saving>0'"  # something is advised
+        return launch("fixed-grpo", "+nereus.mode=advise", admission)
 
     def forced_grpo():
         fault = {"VERL_CPU_FAULT": f"refuse-join:4,hang-sync:{STEPS}"}

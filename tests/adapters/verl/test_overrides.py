@@ -83,6 +83,10 @@ def test_megatron_words_are_taken_by_verls_own_command_line():
     assert actor.override_transformer_config.num_layers_in_first_pipeline_stage == 7
     assert (ref.tensor_model_parallel_size, ref.sequence_parallel) == (1, False)
     assert found.critic.megatron.tensor_model_parallel_size == 4
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    own = f"+{key}.num_layers_in_first_pipeline_stage=8"  # a user's
+    found = composed("ppo_megatron_trainer", own, *words).actor_rollout_ref.actor.megatron
+    assert found.override_transformer_config.num_layers_in_first_pipeline_stage == 7
     # And back: what was there for uneven stages alone is taken back.
     back = composed(
         "ppo_megatron_trainer", *words, *overrides(wanted, current, MEGATRON, follows=False)
@@ -106,21 +110,24 @@ def test_a_layout_is_what_verls_engine_config_takes(layout):
 
 
 @given(num_layers=st.integers(1, 100), pp=st.integers(1, 32))
-def test_uneven_stages_hold_all_layers_and_the_longest_is_the_one_that_plans_count_on(
-    num_layers, pp
-):
+def test_uneven_stages_hold_all_layers_and_none_is_longer_than_plans_count_on(num_layers, pp):
+    """First and last of sizes of their own; what is left is shared evenly among the others."""
     most = -(-num_layers // pp)
+
+    def shared(amid):
+        others = pp - 2
+        if others < 1:
+            return others == amid == 0
+        return amid % others == 0 and 1 <= amid // others <= most
+
+    sizes = range(1, most + 1)
+    ways = [(f, last) for f in sizes for last in sizes if shared(num_layers - f - last)]
     try:
         ends = uneven(num_layers, pp)
     except ValueError:
-        assert pp > num_layers or num_layers - most * (pp - 2) < 2
+        assert pp > num_layers or not ways
         return
     if not ends:
         assert num_layers % pp == 0
         return
-    first = ends["num_layers_in_first_pipeline_stage"]
-    last = ends["num_layers_in_last_pipeline_stage"]
-    assert 1 <= last <= first <= most
-    middle = num_layers - first - last
-    # Megatron-core shares what is left among the other stages, which has to divide.
-    assert middle == (0 if pp == 2 else most * (pp - 2))
+    assert tuple(ends.values()) in ways

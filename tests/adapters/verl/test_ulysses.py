@@ -130,11 +130,37 @@ def test_ranks_share_sequences_as_they_should(case):
                 assert told["parts"][role] == [rank // degree, rank % degree == 0]
 
 
+def meshes(case, record):
+    """Count the process groups, beside the world's, of every mesh that a rank should be in.
+
+    torch takes the world's for a dimension of all ranks, and gives a single rank one of its own.
+    """
+    degree, world = degrees(case, record["step"])
+    unit = {stage: int(p["layout"][2]) for stage, p in record["plan"].items()}
+    found = sum(size != world for size in (world // unit["actor/generate"], unit["actor/generate"]))
+    found += 1  # the rollout's third dimension
+    for stage, size in unit.items():
+        role = stage.partition("/")[0]
+        if stage == "actor/generate":
+            continue
+        if size != world:
+            found += sum(n != world for n in (world // size, size))
+        if degree[role] > 1:
+            found += sum(n != world for n in (world // degree[role], degree[role]))
+    return found
+
+
 def test_ranks_leave_the_process_groups_of_engines_that_went(case):
-    """On accelerators each holds memory: the world's, two meshes of each engine, the rollout's."""
+    """On accelerators each holds memory."""
     for record in case.job.forced:
-        most = 1 + 4 * len(degrees(case, 0)[0]) + 3
-        assert max(told["groups"] for told in record["shared"]) <= most
+        wanted = [1 + meshes(case, record)] * len(record["shared"])
+        assert [told["groups"] for told in record["shared"]] == wanted, record["step"]
+
+
+def test_engines_that_went_are_out_of_memory_when_the_job_goes_on(case):
+    """Asked before anything but the switch has collected garbage."""
+    for record in case.job.forced:
+        assert [told["lingering"] for told in record["shared"]] == [[]] * len(record["shared"])
 
 
 def test_each_rank_attends_with_its_part_of_the_heads(case):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nereus_adapters.verl.bundles import Bundle, runs
+from nereus_adapters.verl.cuts import ROWS
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
@@ -22,14 +23,14 @@ from nereus_adapters.verl.resuming import Piece, fill
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.standing import Ranks, train_units
-from nereus_adapters.verl.ulysses import Ulysses, shared_out
+from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
 from nereus_core.errors import ConfigError, PlanError, PrimitiveError
 from nereus_core.layout import Layout
 from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
-from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, FLOAT32, REF_INFER
+from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, FLOAT32, REF_INFER, TokenBudget
 
 pytestmark = pytest.mark.real
 
@@ -68,7 +69,7 @@ def test_megatron_ranks_run_over_tp_then_units_then_stages():
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 8))
 def test_boxes_are_cut_as_torch_cuts(rows, ranks):
     unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    boxes = [found["w"] for found in shard_boxes({"w": (rows, 3)}, unit)]
+    boxes = [found["w"] for found in shard_boxes({"w": (rows, 3)}, unit, {"w": ROWS})]
     chunks = torch.arange(rows * 3).reshape(rows, 3).chunk(ranks)
     assert [box.shape[0] for box in boxes if box.num_elements] == [len(c) for c in chunks]
     assert [box.offset[0] for box in boxes[: len(chunks)]] == [int(c[0, 0]) // 3 for c in chunks]
@@ -176,8 +177,20 @@ def config(*, micro=8, dynamic=False, critic_mini=8):
     ],
 )
 def test_ranks_fill_whole_micro_batches_of_every_engine(given, critic, degrees, expected):
-    found = shared_out(given, keeps(**degrees), critic=critic, reference=True)
+    passes = tuple(passes_of(given, critic=critic, reference=True))
+    found = shared_out(passes, 4, keeps(**degrees))
     assert [n for n in (1, 2, 4, 8, 16, 32) if found % n == 0][-1] == expected
+
+
+def test_token_budgets_are_each_roles_own():
+    given = config(dynamic=True)
+    OmegaConf.update(given, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 4096)
+    OmegaConf.update(given, "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", 8192)
+    OmegaConf.update(given, "critic.ppo_max_token_len_per_gpu", 32768)
+    found = budgets(passes_of(given, critic=True, reference=True))
+    assert found == {"actor": TokenBudget(4096, 8192), "critic": TokenBudget(32768, 32768)}
+    fixed = passes_of(config(), critic=True, reference=True)
+    assert budgets(fixed) == {}
 
 
 def trainer(**changes):
@@ -268,7 +281,7 @@ def test_a_part_that_is_in_no_file_is_named():
 
 def piece_of(whole, ranks, rank):
     unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    box = shard_boxes({"w": tuple(whole.shape)}, unit)[rank]["w"]
+    box = shard_boxes({"w": tuple(whole.shape)}, unit, {"w": ROWS})[rank]["w"]
     return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
 
 

@@ -63,6 +63,7 @@ def test_decisions_are_recorded_and_nothing_was_changed(job):
 def test_what_would_have_been_done_is_said_in_verls_own_words(job):
     decided = [event for event in job.events if isinstance(event, Decided) and event.admitted]
     advice = [line for line in told(job) if "advice after step" in line]
+    assert advice
     assert len(advice) == len({str(event.candidate_plan) for event in decided})
     for line in advice:
         words = line.partition("; to start on it: ")[2].split()

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+import weakref
 
 import ray
 import torch
@@ -66,8 +67,20 @@ def beside(trainer):
     return list(call_all(numbered, local_world, awaited="ranks on a node", timeout_s=60).values())
 
 
+def parameters(worker):
+    return {role: next(held.engine.module.parameters()) for role, held in training_workers(worker)}
+
+
+def lingering(worker):
+    """Name roles whose engine of the last time this was asked is gone and yet in memory."""
+    now, last = parameters(worker), getattr(worker, "_seen", {})
+    worker._seen = {role: weakref.ref(parameter) for role, parameter in now.items()}
+    return [r for r, ref in last.items() if ref() is not None and ref() is not now.get(r)]
+
+
 def sharing(worker):
     """Say how this rank's engines share sequences, and heads that its attention saw since asked."""
+    left = lingering(worker)
     from transformers.integrations import flash_attention
     from verl.utils.ulysses import get_ulysses_sequence_parallel_group
 
@@ -75,6 +88,7 @@ def sharing(worker):
     varlen.heads.clear()
     return {
         "heads": seen,
+        "lingering": left,
         "patch": flash_attention._flash_attention_forward.__module__,
         "outside": get_ulysses_sequence_parallel_group() is None,
         "groups": len(torch.distributed.distributed_c10d._world.pg_map),
@@ -152,8 +166,8 @@ def _force(module):
             decision = session.controller.go_to(planned(session.controller, wanted), "test")
             record["seconds"] = time.perf_counter() - start_s
             record["admitted"] = decision.admitted
-            record["after"] = digests(trainer)
             record["shared"] = shared(trainer)
+            record["after"] = digests(trainer)
             record["free"] = settled()
             record["world"] = trainer.actor_rollout_wg.world_size
             record["beside"] = beside(trainer)

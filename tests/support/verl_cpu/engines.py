@@ -1,0 +1,226 @@
+"""Engines of verl's in processes of their own, without Ray: one after the other in one world.
+
+``python -m verl_cpu.engines FOLDER RANK WORLD``: runs each of ``FOLDER/cases.json`` (a list of
+`Case`s) and writes what came of it to ``FOLDER/NAME.pt`` on rank 0.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from verl_cpu.command import environment
+
+PROMPTS = 8
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine: trained for two steps on a batch that does not depend on the layout."""
+
+    name: str
+    model: str
+    """Folder of the model."""
+    degree: int = 1
+    """Ranks that hold one copy."""
+    vendor: str | None = "nereus"
+    """None for verl's own engine."""
+    kind: str = "language_model"
+    dtype: str = "fp32"
+
+
+def run_cases(folder: Path, cases: list[Case], world: int, timeout_s: float) -> None:
+    """Run cases on ranks 0 to ``world``; raises RuntimeError with the log of one that failed."""
+    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    env = environment(folder, VERL_USE_EXTERNAL_MODULES="verl_cpu.platform")
+    logs = [folder / f"rank{rank}.log" for rank in range(world)]
+    ranks = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-m", "verl_cpu.engines", str(folder), str(rank), str(world)]
+            with log.open("w") as file:
+                ranks.append(
+                    subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+                )
+        end_s = time.monotonic() + timeout_s
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks) or time.monotonic() > end_s:
+                break
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait(60)
+    for rank, log in zip(ranks, logs, strict=True):
+        if rank.returncode not in (0, -9):
+            raise RuntimeError(
+                f"{log.name} ended with {rank.returncode}: {log.read_text()[-4000:]}"
+            )
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"ranks did not end in {timeout_s} s: {logs[0].read_text()[-4000:]}")
+
+
+def main(folder: Path, rank: int, world: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    for fields in json.loads((folder / "cases.json").read_text()):
+        case = Case(**fields)
+        found = outcome(case)
+        if rank == 0:
+            torch.save(found, folder / f"{case.name}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def outcome(case: Case) -> dict:
+    """Build the engine and return its figures before and after two steps."""
+    import torch
+
+    try:
+        engine = built(case)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    found = {"outputs": inferred(engine), "losses": [], "norms": []}
+    found["boxes"], found["grad_norms"] = {}, []
+    for step in range(STEPS):
+        with engine.train_mode():
+            trained = engine.train_batch(batch(engine, step), loss_function=loss_of(case))
+        found["losses"].append(summed(engine, sum(trained["loss"])))
+        if "grad_norm" in trained["metrics"]:
+            found["grad_norms"].append(trained["metrics"]["grad_norm"])
+        engine.lr_scheduler_step()
+    found["after"] = inferred(engine)
+    found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    found["moments"] = {
+        name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
+        for name, parameter in engine.module.named_parameters()
+    }
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters()]
+    found["elements"] = sum(tensor.numel() for tensor in local)
+    assert all(torch.isfinite(tensor).all() for tensor in found["weights"].values())
+    return found
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def built(case: Case):
+    os.environ["VERL_ENGINE_VENDOR"] = case.vendor or "nvidia"
+    if case.vendor is not None:
+        from nereus_adapters.verl.tensor_parallel import register
+
+        register()
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    model = HFModelConfig(
+        path=case.model,
+        model_type=case.kind,
+        load_tokenizer=False,
+        use_remove_padding=False,
+        enable_gradient_checkpointing=case.kind == "value_model",
+        override_config={"attn_implementation": "sdpa"},
+    )
+    precision = {"param_dtype": case.dtype, "reduce_dtype": "fp32"}
+    engine = EngineRegistry.new(
+        model_type=case.kind,
+        backend="fsdp2",
+        model_config=model,
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            fsdp_size=case.degree,
+            mixed_precision=precision,
+            use_torch_compile=False,
+        ),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=1e-3, total_training_steps=10, clip_grad=1e-3, weight_decay=0.01
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def batch(engine, step=0):
+    """Return this rank's part of the batch of a step."""
+    import torch
+    from verl.utils import tensordict_utils as tu
+
+    draw = torch.Generator().manual_seed(step)
+    lengths = torch.randint(5, 12, (PROMPTS,), generator=draw).tolist()
+    vocabulary = engine.model_config.hf_config.vocab_size
+    tokens = [torch.randint(0, vocabulary, (n,), generator=draw) for n in lengths]
+    size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
+    mine = tokens[rank * PROMPTS // size : (rank + 1) * PROMPTS // size]
+
+    def nested(rows):
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    return tu.get_tensordict(
+        {
+            "input_ids": nested(mine),
+            "position_ids": nested([torch.arange(len(row)) for row in mine]),
+            "loss_mask": nested([torch.ones(len(row)) for row in mine]),
+        },
+        {
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": 2,
+            "use_remove_padding": False,
+            "use_fused_kernels": False,
+            "temperature": 1.0,
+            "calculate_entropy": False,
+            "pad_token_id": 0,
+            "global_batch_size": PROMPTS,
+        },
+    )
+
+
+def loss_of(case: Case):
+    """Return a mean over all tokens of the batch, whatever ranks hold them."""
+
+    def loss(model_output, data, dp_group=None):
+        key = "values" if case.kind == "value_model" else "log_probs"
+        values = model_output[key].values()
+        total = (values * values).sum() if key == "values" else -values.sum()
+        return total * data["dp_size"] / data["batch_num_tokens"], {}
+
+    return loss
+
+
+def inferred(engine):
+    """Return outputs of the batch of step 0 in the order of prompts."""
+    import torch
+    import torch.distributed as dist
+
+    with engine.eval_mode():
+        found = engine.infer_batch(batch(engine))["model_output"]
+    key = "values" if "values" in found else "log_probs"
+    mine = found[key].values().detach().tolist()
+    rows = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (engine.get_data_parallel_rank(), mine))
+    by_rank = dict(rows)
+    assert all(by_rank[rank] == values for rank, values in rows), "ranks of a unit disagree"
+    return torch.tensor([value for rank in sorted(by_rank) for value in by_rank[rank]])
+
+
+def summed(engine, loss):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(float(loss), dtype=torch.float64)
+    dist.all_reduce(total, group=engine.get_data_parallel_group())
+    return total.item() / engine.get_data_parallel_size()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
