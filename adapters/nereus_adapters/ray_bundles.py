@@ -6,7 +6,7 @@ when nobody is on its devices any more.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from nereus_core.errors import DevicesMissing, SeamBroken, SeatDead
 PLACED_S = 30.0
 """For Ray to place bundles on devices that it has free, those among them that it is just taking
 back. Chosen, not measured."""
-_PIN = 0.001
+PIN = 0.001
 """Of a node's own resource ``node:ADDRESS``, of which Ray gives each node 1."""
+_log = logging.getLogger("nereus")
 _PROBE = 0.01
 """Of a device, for a task that says which it is; less than models leave that share one. Chosen."""
 
@@ -42,6 +43,9 @@ class Free:
 def free_by_node() -> dict[str, Free]:
     """Return what is free on each node that is alive, by address.
 
+    Ray tells a sum over the devices of a node: shares of several may add up to one that is nowhere
+    whole. Of two nodes with one address (on one host), that which has more is told.
+
     Source: ray._private.state.available_resources_per_node, ray 2.55.
 
     Raises:
@@ -49,15 +53,17 @@ def free_by_node() -> dict[str, Free]:
     """
     try:
         from ray._private.state import available_resources_per_node
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         where = "ray._private.state:available_resources_per_node"
         raise SeamBroken(where, f"{error}; without backend.max_devices it is not needed") from error
-    found, available = {}, available_resources_per_node()
+    found: dict[str, Free] = {}
+    available = available_resources_per_node()
     for node in ray.nodes():
         if node["Alive"]:
             left = available.get(node["NodeID"], {})
             count = int(min(left.get("GPU", 0.0), left.get("CPU", 0.0)))
-            found[node["NodeManagerAddress"]] = Free(count, _kind(node["Resources"]))
+            free, address = Free(count, _kind(node["Resources"])), node["NodeManagerAddress"]
+            found[address] = max(free, found.get(address, free), key=lambda one: one.count)
     return found
 
 
@@ -71,8 +77,8 @@ def placed(node: str, count: int, cpus: int = 1) -> Any:
     Raises:
         DevicesMissing: Ray has not as many free there; nothing is left behind.
     """
-    each = {"CPU": cpus, "GPU": 1, f"node:{node}": _PIN}
-    group = placement_group([dict(each) for _ in range(count)], strategy="STRICT_PACK")
+    bundles = [one_of(node, cpus) for _ in range(count)]
+    group = placement_group(bundles, strategy="STRICT_PACK")
     if not group.wait(PLACED_S):
         removed(group)
         free = free_by_node().get(node, Free(0, frozenset()))
@@ -80,10 +86,22 @@ def placed(node: str, count: int, cpus: int = 1) -> Any:
     return group
 
 
-def removed(group: Any) -> None:
-    """Give a placement group back to Ray, which ends all actors that are in it."""
-    with suppress(Exception):  # it goes with the job at the latest
+def one_of(node: str, cpus: int = 1) -> dict[str, float]:
+    """Return a bundle for one device of a node, and some CPUs."""
+    return {"GPU": 1, "CPU": cpus, f"node:{node}": PIN}
+
+
+def removed(group: Any) -> bool:
+    """Give a placement group back to Ray, which ends all actors that are in it.
+
+    Returns whether Ray has taken it; where not, it says why, and it goes with the job.
+    """
+    try:
         remove_placement_group(group)
+    except Exception as error:  # whatever Ray's own server says that is busy or restarts
+        _log.warning("a placement group could not be given back to Ray: %s", error)
+        return False
+    return True
 
 
 def gpus_of(group: Any, count: int, timeout_s: float) -> list[int]:

@@ -81,7 +81,10 @@ def test_extend_leaves_the_source_untouched(arrange: Arranger, stage: Stage) -> 
             subject.perform(other)
         subject.adapter.relink(Plan.of_units(subject.units))
         same_state(before, subject.state(source), f"relink after {op}, on its source,")
-        nothing_left(memory, subject.memory(), f"relink after {op}", source.devices)
+        linked = subject.memory()
+        nothing_left(memory, linked, f"relink after {op}", source.devices)
+        for device in source.devices:
+            require(linked[device] > 0, "I7 released", f"{source} holds 0 bytes on {device}")
 
 
 @pytest.mark.needs(Kind.EXTEND)

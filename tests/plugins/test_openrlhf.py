@@ -70,10 +70,11 @@ def test_without_openrlhf_the_line_that_installs_it_is_named(capsys):
     assert "pip install 'nereus[openrlhf]'" in capsys.readouterr().err
 
 
-def arguments(zero_stage, **colocated):
+def arguments(zero_stage, sync_backend="nccl", **colocated):
     names = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward", "async_enable")
     train = SimpleNamespace(**(dict.fromkeys(names, False) | colocated))
-    return SimpleNamespace(ds=SimpleNamespace(zero_stage=zero_stage), train=train)
+    vllm = SimpleNamespace(sync_backend=sync_backend)
+    return SimpleNamespace(ds=SimpleNamespace(zero_stage=zero_stage), train=train, vllm=vllm)
 
 
 def test_pipelines_are_never_planned_and_asking_for_them_is_an_error():
@@ -109,6 +110,22 @@ def test_stages_share_devices_where_the_job_was_started_so(colocated, together, 
     found = bounded(NereusConfig(), arguments(2, **colocated)).constraints.apart
     assert not set(together) & set(found)
     assert set(apart) <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("sync_backend", "colocated", "tied"),
+    [
+        ("nccl", {"colocate_all": True}, True),
+        ("gloo", {"colocate_all": True}, False),
+        ("nccl", {"colocate_all": True, "async_enable": True}, False),
+        ("nccl", {}, False),
+    ],
+)
+def test_engines_stay_with_the_ranks_that_alone_can_give_them_weights(
+    sync_backend, colocated, tied
+):
+    found = bounded(NereusConfig(), arguments(2, sync_backend, **colocated)).constraints.colocate
+    assert (("actor/generate", "actor/train") in found) == tied
 
 
 def test_a_directory_tells_news_once():

@@ -317,12 +317,19 @@ def die_with_parent() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many different ports of the loopback that nobody listens on now."""
+    """Return so many different ports of the loopback that nobody listens on now.
+
+    They lie below those that the kernel gives to whoever connects: nobody takes one by chance.
+    """
+    connecting = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
     with contextlib.ExitStack() as held:  # until all are chosen
-        bound = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in bound:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in bound]
+        while len(found) < count:
+            one = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", secrets.choice(range(10_000, connecting))))
+                found.append(int(one.getsockname()[1]))
+    return found
 
 
 def run(

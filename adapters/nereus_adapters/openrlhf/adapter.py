@@ -78,8 +78,9 @@ class OpenRLHFAdapter(LedgerAdapter):
     def observe(self) -> Observation:
         """Drain what was heard since the last call; what waits on devices asked back, ends."""
         heard = self._running.signals.drain()
-        self._linking.heed(self._supply.leaving())
-        joining.look(self._running, self._running.leaving | self._supply.gone())
+        supply, running = self._supply, self._running
+        self._linking.heed(supply.leaving(), supply.asked_back())
+        joining.look(running, running.leaving | supply.gone(), supply.draining_nodes())
         return Observation(
             step=heard.step,
             step_s=heard.step_s,
@@ -88,7 +89,7 @@ class OpenRLHFAdapter(LedgerAdapter):
             response_tokens=TokenStats.of(heard.responses),
             peak_bytes=self._peaks(),
             healthy=frozenset(self.job().cluster.healthy),
-            draining=self._supply.leaving(),  # of devices that were offered just now, too
+            draining=running.leaving,
             metrics=heard.metrics,
             clip_ratio=clip_ratio(heard.responses, self._job.max_response_tokens),
         )
@@ -171,9 +172,9 @@ class OpenRLHFAdapter(LedgerAdapter):
     def _do(self, op: Primitive, units: UnitMap, enter: Enter) -> Done:
         boundary = self._linking.boundary
         enter(Phase.PREPARE)
-        for unit in created(op):
-            joining.take(self._running, unit.devices)
         refuse(op, self._running)
+        for unit in created(op):
+            joining.take(self._running, unit.devices, lambda: self._linking.boundary == boundary)
         enter(Phase.TRANSFER)
         moved_bytes = self._linking.park(op, boundary)
         enter(Phase.VERIFY)

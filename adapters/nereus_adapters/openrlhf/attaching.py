@@ -37,7 +37,6 @@ def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
     gate = Gate(config.timeouts.boundary_s, asynchronous=asynchronous)
     running = Running(trainer, section, gate, Signals())
     running.look()
-    joining.look(running, ())
     for stage, group in running.groups.items():
         running.signals.listen_to_group(stage, group)
     running.signals.listen_to_steps(trainer)
@@ -61,6 +60,7 @@ def attach(trainer: Any, config: NereusConfig) -> OpenRLHFAdapter:
         _num_steps(trainer),
     )
     supply = Supply(lambda: running.devices, Path(config.run_dir) / FILE)
+    joining.look(running, supply.leaving(), supply.draining_nodes())
     adapter = OpenRLHFAdapter(running, job, version("openrlhf"), supply)
     if config.enabled and config.mode == "adapt":
         adapter.warm()

@@ -9,6 +9,7 @@ from nereus_adapters.openrlhf.running import Running
 from nereus_core.cluster import Device
 from nereus_core.errors import Infeasible, JobError, Unsupported
 from nereus_core.primitives import Primitive, created, model_stage_of
+from nereus_core.units import Unit
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, Job, ModelStage, Stage
 
 
@@ -44,17 +45,20 @@ def refuse(op: Primitive, running: Running) -> None:
             raise Unsupported(str(op), "OpenRLHF has no pipeline parallelism", op)
         if stage != ACTOR_GENERATE and unit.layout.tp > 1 and args.ds.zero_stage == 3:
             raise Unsupported(str(op), "DeepSpeed's AutoTP does not go with ZeRO-3", op)
-        if stage == ACTOR_GENERATE and not (
-            warm.together([running.bundles[device] for device in unit.devices])
-            or warm.fits(running, unit)
-        ):
-            raise Infeasible(
-                f"{unit}: the workers of an engine must be on one node or in one placement group "
-                "of Ray; these devices are not.",
-                op,
-            )
+        if stage == ACTOR_GENERATE:
+            refuse_scattered(running, unit, op)
         for device in unit.devices:
             _refuse_full(op, running, stage, device)
+
+
+def refuse_scattered(running: Running, unit: Unit, op: Primitive | None = None) -> None:
+    """Raise Infeasible where no engine can be started on the devices of a unit."""
+    if not (warm.together(running, unit) or warm.fits(running, unit)):
+        raise Infeasible(
+            f"{unit}: the workers of an engine must be in one placement group of Ray, or on one "
+            "node, on devices of which Ray has told which GPU they are; these are not.",
+            op,
+        )
 
 
 def _refuse_full(op: Primitive, running: Running, stage: ModelStage, device: Device) -> None:
@@ -69,6 +73,28 @@ def _refuse_full(op: Primitive, running: Running, stage: ModelStage, device: Dev
             )
 
 
+def by_cuda_ipc(args: Any) -> bool:
+    """Whether engines get weights from ranks on their own GPUs, and from no others.
+
+    Source: `ActorPPOTrainer.__init__`, openrlhf 0.11.2.
+    """
+    shared = args.train.colocate_all and not args.train.async_enable
+    return bool(shared and getattr(args.vllm, "sync_backend", "nccl") == "nccl")
+
+
+def _refuse_unreached(running: Running) -> None:
+    """Raise Infeasible where an engine is on a device without a rank to give it weights."""
+    if not by_cuda_ipc(running.args):
+        return
+    reached = set(running.devices_of(ACTOR_TRAIN))
+    for unit in running.alive.of(ACTOR_GENERATE):
+        if not reached.issuperset(unit.devices):
+            raise Infeasible(
+                f"{unit}: under --train.colocate_all with --vllm.sync_backend nccl an engine gets "
+                "its weights from the actor's ranks on its own GPUs; some of these have none."
+            )
+
+
 def refuse_unbuildable(running: Running, job: Job) -> None:
     """Raise Infeasible unless each stage has one layout, and batches divide among the units alive.
 
@@ -76,6 +102,7 @@ def refuse_unbuildable(running: Running, job: Job) -> None:
     may be mixed and numbers odd.
     """
     args = running.args
+    _refuse_unreached(running)
     for stage in running.alive.stages():
         if len({unit.layout for unit in running.alive.of(stage)}) > 1:
             units = ", ".join(map(str, running.alive.of(stage)))

@@ -12,10 +12,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nereus_adapters.openrlhf import ranks, warm
+from nereus_adapters.openrlhf.checks import refuse_scattered
 from nereus_adapters.openrlhf.groups import SHARE
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.ray_calls import ask, inside, outcome
-from nereus_core.errors import Infeasible, NereusError
+from nereus_core.errors import NereusError
 from nereus_core.units import Unit, UnitId
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN
 
@@ -41,12 +42,9 @@ def start(running: Running, unit: Unit) -> Any:
     Raises:
         Infeasible: the devices lie on several nodes, in different placement groups.
     """
+    refuse_scattered(running, unit)
     bundles = [running.bundles[device] for device in unit.devices]
-    pg, together = bundles[0].pg, warm.together(bundles)
-    if not (together or warm.fits(running, unit)):
-        raise Infeasible(
-            f"{unit}: an engine's workers must be in one placement group; these devices are not."
-        )
+    pg, together = bundles[0].pg, warm.together(running, unit)
     arguments = _arguments(running, unit, pg)
     if warm.fits(running, unit) and not (running.cold and together):
         seat = warm.take(running, unit)

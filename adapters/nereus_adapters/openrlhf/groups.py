@@ -19,6 +19,7 @@ from nereus_adapters.openrlhf import parking, ranks
 from nereus_adapters.openrlhf.facts import REWARD_INFER
 from nereus_adapters.openrlhf.running import Running
 from nereus_adapters.openrlhf.seats import Bundle
+from nereus_adapters.ray_bundles import one_of
 from nereus_adapters.ray_calls import ask, inside, outcome
 from nereus_core.cluster import Device
 from nereus_core.errors import StateDiffers, WaitTimeout
@@ -165,7 +166,7 @@ def _reserved(device: Device) -> Bundle:
 
     Of the node's devices Ray gives one that is free; its own name for a node is a resource there.
     """
-    pg = placement_group([{"GPU": 1, "CPU": 1, f"node:{device.node}": 0.001}])
+    pg = placement_group([one_of(device.node)])
     return Bundle(pg, 0)
 
 

@@ -56,14 +56,18 @@ class Linking:
         self._warms = True
         warm.replenish(self._running, self._num_seats)
 
-    def heed(self, leaving: frozenset[Device]) -> None:
-        """Leave no process that waits for a unit on devices that are asked back.
+    def heed(self, leaving: frozenset[Device], asked_back: frozenset[Device]) -> None:
+        """Leave no process that waits for a unit on devices that are to be left.
 
         Where a change has not been linked yet, linking does.
         """
         with self._lock:
             before, self._running.leaving = self._running.leaving, leaving
-            if leaving == before or self._changed:
+            self._running.asked_back = asked_back
+            if self._changed:
+                return
+            joining.give_back(self._running)  # what joined for a change that had ended by then
+            if leaving == before:
                 return
             groups.retire(self._running)
             if self._warms:

@@ -58,7 +58,11 @@ class Running:
     offered: frozenset[Device] = frozenset()
     """Devices beside those, which Ray had free when it was asked last."""
     met: frozenset[Device] = frozenset()
-    """All that were ever offered."""
+    """All that were ever offered, of nodes that are there."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Nodes that could not give what they seemed to have free, and what that was."""
+    asked_back: frozenset[Device] = frozenset()
+    """Of those leaving: named by somebody, not by the end of their node."""
     leaving: frozenset[Device] = frozenset()
     """Devices that nothing is to be started on, and that no process is left on without a unit."""
     cold: bool = False

@@ -34,8 +34,8 @@ class Supply:
 
     def leaving(self) -> frozenset[Device]:
         """Return the devices announced to leave."""
-        nodes = self._draining_nodes()
-        return self._named() | {d for d in self._devices() if d.node in nodes}
+        nodes = self.draining_nodes()
+        return self.asked_back() | {d for d in self._devices() if d.node in nodes}
 
     def gone(self) -> frozenset[Device]:
         """Return the devices whose node Ray has lost."""
@@ -44,7 +44,8 @@ class Supply:
         alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         return frozenset(d for d in self._devices() if d.node not in alive)
 
-    def _named(self) -> frozenset[Device]:
+    def asked_back(self) -> frozenset[Device]:
+        """Return the devices that somebody has named in the file."""
         try:
             lines = self._file.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -69,7 +70,7 @@ class Supply:
         self._read = frozenset(found)
         return self._read
 
-    def _draining_nodes(self) -> frozenset[str]:
+    def draining_nodes(self) -> frozenset[str]:
         """Return addresses of nodes that Ray was told to drain.
 
         Source: ray._private.state.GlobalState.get_draining_nodes, ray 2.55.

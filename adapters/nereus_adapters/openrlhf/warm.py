@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ from nereus_core.workload import ACTOR_GENERATE
 
 if TYPE_CHECKING:
     from nereus_adapters.openrlhf.running import Running
-    from nereus_adapters.openrlhf.seats import Bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +115,19 @@ def _end(seat: Seat) -> None:
 def fits(running: Running, unit: Unit) -> bool:
     """Whether a seat can have a unit: it lies on one node, on devices whose index is known.
 
-    Its processes are in no placement group; that keeps others off its devices.
+    Its processes are in no placement group; that keeps others off its devices. Devices that are
+    still to join will have a group, and tell their index.
     """
     nodes = {device.node for device in unit.devices}
-    bundles = [running.bundles[device] for device in unit.devices]
+    bundles = [running.bundles[d] for d in unit.devices if d in running.bundles]
     return len(nodes) == 1 and all(b.pg is not None and b.gpu is not None for b in bundles)
 
 
-def together(bundles: Sequence[Bundle]) -> bool:
+def together(running: Running, unit: Unit) -> bool:
     """Whether actors of Ray can be the workers of an engine: in one placement group."""
-    groups = [bundle.pg for bundle in bundles]
+    if not running.bundles.keys() >= set(unit.devices):
+        return False
+    groups = [running.bundles[device].pg for device in unit.devices]
     return None not in groups and len({pg.id for pg in groups}) == 1
 
 

@@ -30,6 +30,16 @@ def _apart(args: SimpleNamespace) -> list[tuple[str, str]]:
     return [pair for pair in pairs if frozenset(pair) not in shared]
 
 
+def _together(args: SimpleNamespace) -> list[tuple[str, str]]:
+    """Stages that share devices because CUDA IPC is how engines get their weights.
+
+    Each GPU of an engine needs a rank of the actor (`ActorPPOTrainer.__init__`, openrlhf 0.11.2).
+    """
+    shared = args.train.colocate_all and not args.train.async_enable
+    by_ipc = shared and getattr(args.vllm, "sync_backend", "nccl") == "nccl"
+    return [("actor/generate", "actor/train")] if by_ipc else []
+
+
 def bounded(config: NereusConfig, args: SimpleNamespace) -> NereusConfig:
     """Return the configuration with the bounds of OpenRLHF in it.
 
@@ -44,5 +54,8 @@ def bounded(config: NereusConfig, args: SimpleNamespace) -> NereusConfig:
         for stage in GROUPS:
             pin.setdefault(stage, "tp1pp1")
     apart = (*constraints.apart, *_apart(args))
-    narrow = constraints.model_copy(update={"max_pp": 1, "pin": pin, "apart": apart})
+    colocate = (*constraints.colocate, *_together(args))
+    narrow = constraints.model_copy(
+        update={"max_pp": 1, "pin": pin, "apart": apart, "colocate": colocate}
+    )
     return config.model_copy(update={"constraints": narrow})

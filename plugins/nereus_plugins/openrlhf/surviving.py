@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from nereus_core.errors import StateLost
+from nereus_core.errors import StateLost, WaitTimeout
 from nereus_plugins.session import Session
 
 T = TypeVar("T")
@@ -132,8 +132,11 @@ def _asleep(trainer: Any) -> None:
         import ray
 
         engines = trainer.vllm_engines
-        ray.get([engine.wake_up.remote() for engine in engines], timeout=SLEEP_S)
-        ray.get([engine.sleep.remote() for engine in engines], timeout=SLEEP_S)
+        for call in ("wake_up", "sleep"):
+            try:
+                ray.get([getattr(engine, call).remote() for engine in engines], timeout=SLEEP_S)
+            except ray.exceptions.GetTimeoutError as error:
+                raise WaitTimeout(f"{call} of {len(engines)} engines", SLEEP_S) from error
 
 
 def _redone(
@@ -144,7 +147,7 @@ def _redone(
     Args:
         session: Changes the job.
         attempt: The part.
-        changed: Called after each change.
+        changed: Called after a change, as a part of the next attempt.
 
     Raises:
         RayError: what a call raised, where no node is lost.
@@ -152,14 +155,19 @@ def _redone(
     """
     from ray.exceptions import RayError
 
+    def once_more() -> T:
+        changed()
+        return attempt()
+
+    do = attempt
     for _ in range(ATTEMPTS - 1):
         try:
-            return attempt()
+            return do()
         except RayError as error:  # in any form: a rank may hear of another's end first
             if not recovered(session, error):
                 raise
-            changed()
-    return attempt()
+            do = once_more
+    return do()
 
 
 def recovered(session: Session, error: Exception) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from nereus_adapters.openrlhf import groups
 from nereus_adapters.openrlhf.adapter import OpenRLHFAdapter
+from nereus_adapters.openrlhf.checks import refuse_unbuildable
 from nereus_adapters.openrlhf.facts import BackendSection
 from nereus_adapters.openrlhf.groups import Parked
 from nereus_adapters.openrlhf.harness_behind import state_bytes
@@ -16,7 +17,7 @@ from nereus_adapters.openrlhf.seats import Bundle
 from nereus_adapters.openrlhf.signals import Signals
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
-from nereus_core.errors import NotAtBoundary, PlanError, TransitionFailed, UnitLost
+from nereus_core.errors import Infeasible, NotAtBoundary, PlanError, TransitionFailed, UnitLost
 from nereus_core.gate import Gate
 from nereus_core.layout import Layout
 from nereus_core.phases import Phase
@@ -85,14 +86,19 @@ def adapter(group):
     attributes = ("critic_model_group", "reference_model_group", "reward_model_group")
     args = SimpleNamespace(
         ds=SimpleNamespace(zero_stage=2),
-        train=SimpleNamespace(batch_size=8, micro_batch_size=1),
+        train=SimpleNamespace(
+            batch_size=8, micro_batch_size=1, colocate_all=False, async_enable=False
+        ),
+        vllm=SimpleNamespace(sync_backend="nccl"),
         rollout=SimpleNamespace(micro_batch_size=1),
     )
     trainer = SimpleNamespace(actor_model_group=group, args=args, **dict.fromkeys(attributes))
     running = Running(trainer, BackendSection(warm_engines=0), Gate(10.0), Signals())
     running.bundles = {device: SimpleNamespace(pg="of the job") for device in CLUSTER.devices}
     running.alive = UnitMap([unit(0, TP2, 0), unit(1, TP2, 2)])
-    supply = SimpleNamespace(gone=frozenset, leaving=frozenset)
+    supply = SimpleNamespace(
+        gone=frozenset, leaving=frozenset, asked_back=frozenset, draining_nodes=frozenset
+    )
     running.ranks = {(ACTOR_TRAIN, device): str(device) for device in CLUSTER.devices}
     return OpenRLHFAdapter(running, JOB, "0.11.0", supply)
 
@@ -198,6 +204,20 @@ def test_a_look_between_parking_and_committing_costs_no_state(adapter, group):
         adapter.perform(B)
     assert group.holds == 7
     assert sorted(group.seated[-1]) == sorted(str(u.id) for u in (*A.into, *B.into))
+
+
+def test_engines_that_no_rank_can_give_weights_are_refused_before_any_is_built(adapter, group):
+    running = adapter._running
+    running.args.train.colocate_all = True
+    engine = Unit(UnitId(ACTOR_GENERATE, 0), ONE, CLUSTER.devices[:1])
+    running.alive = UnitMap([unit(0, TP2, 0), engine])
+    refuse_unbuildable(running, JOB)
+    elsewhere = Unit(UnitId(ACTOR_GENERATE, 1), ONE, CLUSTER.devices[2:3])
+    running.alive = UnitMap([unit(0, TP2, 0), engine, elsewhere])
+    with pytest.raises(Infeasible, match="from the actor's ranks on its own GPUs"):
+        refuse_unbuildable(running, JOB)
+    running.args.vllm.sync_backend = "gloo"
+    refuse_unbuildable(running, JOB)
 
 
 def test_a_rank_without_a_unit_ends_when_its_device_is_asked_back(adapter, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from nereus_core.errors import WaitTimeout
 from nereus_plugins.openrlhf.surviving import survive
 
 pytestmark = pytest.mark.real
@@ -16,9 +17,15 @@ class Engine:
 
     def __init__(self):
         self.told = []
+        self.lost = False
         for name in ("wake_up", "sleep"):
-            call = SimpleNamespace(remote=lambda name=name: self.told.append(name))
+            call = SimpleNamespace(remote=lambda name=name: self.hear(name))
             setattr(self, name, call)
+
+    def hear(self, name):
+        if self.lost:
+            raise RayActorError
+        self.told.append(name)
 
 
 class Session:
@@ -61,3 +68,44 @@ def test_engines_sleep_again_when_a_change_amid_experience_has_woken_them(
     assert trainer.experience_maker.make_experience_batch("samples") == "samples"
     assert len(attempts) == 2
     assert left.told == new.told == (["wake_up", "sleep"] if enable_sleep else [])
+
+
+def test_a_node_that_is_lost_while_engines_go_to_sleep_is_survived_too(monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda refs, timeout: refs)
+    left, second, attempts = Engine(), Engine(), []
+    engines = [left, Engine(), Engine()]
+    session = Session(lambda: None)
+
+    def change():
+        if len(engines) == 3:  # of the first node; the second goes while its engine wakes up
+            engines[1:] = [second]
+            second.lost = True
+        else:
+            engines[1:] = []
+        session.lost = frozenset()
+
+    session._change = change
+    trainer = trainer_of(engines, True, attempts)
+    survive(trainer, session)
+    told = second.hear
+
+    def hear(name):
+        session.lost = {"another node"}
+        told(name)
+
+    second.hear = hear
+    assert trainer.experience_maker.make_experience_batch("samples") == "samples"
+    assert engines == [left]
+    assert len(attempts) == 2
+    assert left.told[-2:] == ["wake_up", "sleep"]
+
+
+def test_engines_that_do_not_wake_up_are_named(monkeypatch):
+    def late(refs, timeout):
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", late)
+    trainer = trainer_of([Engine()], True, [])
+    survive(trainer, Session(lambda: None))
+    with pytest.raises(WaitTimeout, match="waited 120 s for wake_up of 1 engines"):
+        trainer.experience_maker.make_experience_batch("samples")

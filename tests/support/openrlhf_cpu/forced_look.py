@@ -96,8 +96,9 @@ def _free_gpus():
     def count():
         return sum(free.count for free in free_by_node().values())
 
-    seen = [count()]
+    seen, deadline_s = [count()], time.monotonic() + 60
     while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        assert time.monotonic() < deadline_s, f"free GPUs go on changing: {seen[-10:]}"
         time.sleep(0.1)
         seen.append(count())
     return seen[-1]
