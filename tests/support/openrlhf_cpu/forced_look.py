@@ -113,7 +113,7 @@ def same_tokens(session):
 
     running = session.controller._adapter._running
     prompts = [[40 + i, 50 + 2 * i, 60 + 3 * i] for i in range(4)]
-    greedy = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     engines = []
     for engine in running.trainer.vllm_engines:
         outputs = ray.get([engine.generate.remote(p, greedy) for p in prompts], timeout=240)
