@@ -24,9 +24,10 @@ GRPO_PLANS = {
     2: {"actor/train": ["tp1pp1", 2]},
     3: WIDE,
     4: {"actor/train": ["tp2pp1", 2], "actor/generate": ["tp1pp1", 2]},  # refused, once
-    5: {"actor/train": ["tp4pp1", 4]},
+    5: {"actor/train": ["tp4pp1", 4], "actor/generate": ["tp2pp1", 4]},
 }
-"""TP 1x2 -> 2x1 -> 1x2 -> 2x2 -> 4x1: rows and columns of the same tensors, on up to four ranks."""
+"""TP 1x2 -> 2x1 -> 1x2 -> 2x2 -> 4x1: rows and columns of the same tensors, on up to four ranks; at
+last beside rollouts of another TP."""
 PPO_PLANS = {
     1: {"critic/train": ["tp1pp1", 2], "ref/infer": ["tp2pp1", 2]},
     2: {"actor/train": ["tp1pp1", 2], "critic/train": ["tp2pp1", 2], "ref/infer": ["tp1pp1", 2]},
@@ -112,6 +113,28 @@ def test_the_job_learns_what_verls_own_engine_learns(job, jobs, case, tolerance)
     print(f"the {case} job whose training TP changed differs by {found}")
     strayed = {name: (gap, limits[name]) for name, gap in found.items() if gap > limits[name]}
     assert not strayed, f"(difference, allowed): {strayed}"
+
+
+def groups_of(record):
+    """Count the process groups of a rank: the world's, and those of each mesh that it is in.
+
+    torch takes the world's for a dimension of all ranks, and gives a single rank one of its own.
+    """
+    sizes, world = [1], record["world"]  # the rollout's third dimension
+    for stage, placed in record["plan"].items():
+        degree = int(placed["layout"][2])
+        sizes += [world // degree, degree]
+        sizes += [1] if stage != "actor/generate" else []  # the engine's dimension fsdp
+    return 1 + sum(size != world for size in sizes)
+
+
+def test_ranks_leave_the_process_groups_of_engines_that_went(grpo):
+    seen = [
+        (groups_of(record), [told["groups"] for told in record["shared"]])
+        for record in grpo.forced
+        if "error" not in record
+    ]
+    assert all(set(told) == {wanted} for wanted, told in seen), seen
 
 
 def test_what_stays_on_a_rank_is_not_sent(grpo):

@@ -67,14 +67,15 @@ def beside(trainer):
     return list(call_all(numbered, local_world, awaited="ranks on a node", timeout_s=60).values())
 
 
-def parameters(worker):
-    return {role: next(held.engine.module.parameters()) for role, held in training_workers(worker)}
+def modules(worker):
+    """Return models by role; torch moves no parameter that a weak reference is to."""
+    return {role: held.engine.module for role, held in training_workers(worker)}
 
 
 def lingering(worker):
     """Name roles whose engine of the last time this was asked is gone and yet in memory."""
-    now, last = parameters(worker), getattr(worker, "_seen", {})
-    worker._seen = {role: weakref.ref(parameter) for role, parameter in now.items()}
+    now, last = modules(worker), getattr(worker, "_seen", {})
+    worker._seen = {role: weakref.ref(module) for role, module in now.items()}
     return [r for r, ref in last.items() if ref() is not None and ref() is not now.get(r)]
 
 
