@@ -29,7 +29,7 @@ def test_a_file_that_cannot_be_read_is_told_once_and_the_last_word_counts(
     ray, tmp_path, caplog, content
 ):
     file = tmp_path / "leaving"
-    supply = Supply(DEVICES, file)
+    supply = Supply(lambda: DEVICES, file)
     assert supply.leaving() == frozenset()
     file.write_text("a:1\nno device\n")
     assert supply.leaving() == {DEVICES[1]}
@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_is_told_once_and_the_last_word_counts(
 
 def test_a_ray_without_word_of_draining_nodes_leaves_the_file(ray, tmp_path, caplog):
     (tmp_path / "leaving").write_text("a:0")
-    supply = Supply(DEVICES, tmp_path / "leaving")
+    supply = Supply(lambda: DEVICES, tmp_path / "leaving")
     ray.state.get_draining_nodes = lambda: {"b": 0}
     assert supply.leaving() == {DEVICES[0], DEVICES[2]}
     ray.state = SimpleNamespace()
