@@ -118,7 +118,9 @@ def jobs(launch) -> Callable[[str], Job]:
         )
 
     def resumed(name, **shape):
-        saved = job("saved-grpo").work / "checkpoints" / f"global_step_{SAVED_STEP}"
+        before = job("saved-grpo")
+        assert before.ran.returncode == 0, before.ran.output[-4000:]
+        saved = before.work / "checkpoints" / f"global_step_{SAVED_STEP}"
         return launch(
             name,
             "trainer.resume_mode=resume_path",
