@@ -57,11 +57,9 @@ class Outlook:
             self.known = known.stepped(before.plan, seen)
         self.now = now = self._look(seen.healthy - seen.draining, before)
         changed = now.usable != before.usable or bool(now.lost_units)
-        used_left = bool(before.plan.devices & (before.usable - now.usable))
+        used_left = self._count_loss(before, now.usable)
         if changed:
             self._log.emit(devices_changed(self.known.step, before, now))
-        if used_left:
-            self.known = self.known.lost_devices()
         came = bool(now.usable - before.usable)
         self.known, wake = self.known.woken(
             Signals.of(
@@ -103,11 +101,17 @@ class Outlook:
             plan = before.plan if now.problem else now.plan
             now = replace(now, plan=plan, problem=f"transition {graph.name} failed: {failure}")
         self.now = now
-        if before.plan.devices & (before.usable - left):
-            self.known = self.known.lost_devices()
+        self._count_loss(before, left)
         if left != before.usable:
             gone = tuple(u for u in before.units if u not in now.units)
             self._log.emit(devices_changed(self.known.step, before, replace(now, lost_units=gone)))
+
+    def _count_loss(self, before: Situation, usable: Collection[Device]) -> bool:
+        """Remember a loss where devices of the plan are not usable any more; say whether."""
+        lost = bool(before.plan.devices & before.usable.difference(usable))
+        if lost:
+            self.known = self.known.lost_devices()
+        return lost
 
     def _look(self, usable: Collection[Device], last: Situation | None) -> Situation:
         return Situation.of(self._adapter, usable, last, self.known.cost, self.known.lengths)

@@ -23,6 +23,20 @@ from nereus_core.primitives import Extend, created
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER
 
 
+def generating_apart():
+    """A job that generates on the first two of its devices alone, and those devices."""
+    job = big_job()
+    d = job.cluster.devices
+    plan = Plan(
+        {
+            ACTOR_GENERATE: Placement.packed(Layout(2, 1), d[:2]),
+            ACTOR_TRAIN: Placement.packed(Layout(4, 1), d[4:]),
+            REF_INFER: Placement.packed(Layout(4, 1), d[4:]),
+        }
+    )
+    return Watched(job, plan), d
+
+
 def test_a_lost_device_is_survived_and_taken_back_when_it_returns():
     job = big_job()
     watched = Watched(job, good_plan(job, 1500))
@@ -82,16 +96,7 @@ def test_a_draining_device_is_left_before_it_goes():
 
 
 def test_a_generate_stage_whose_units_are_all_lost_comes_back_from_training():
-    job = big_job()
-    d = job.cluster.devices
-    plan = Plan(
-        {
-            ACTOR_GENERATE: Placement.packed(Layout(2, 1), d[:2]),
-            ACTOR_TRAIN: Placement.packed(Layout(4, 1), d[4:]),
-            REF_INFER: Placement.packed(Layout(4, 1), d[4:]),
-        }
-    )
-    watched = Watched(job, plan)
+    watched, d = generating_apart()
     watched.job.fail(*d[:2])
     watched.run(1000)
     assert not plan_problems(watched.controller.plan, watched.job.adapter.job())
@@ -192,16 +197,7 @@ def test_lost_devices_end_the_run_after_three_attempts():
 
 
 def test_a_change_that_is_refused_after_a_loss_is_no_way_back_to_what_was_lost():
-    job = big_job()
-    d = job.cluster.devices
-    plan = Plan(
-        {
-            ACTOR_GENERATE: Placement.packed(Layout(2, 1), d[:2]),
-            ACTOR_TRAIN: Placement.packed(Layout(4, 1), d[4:]),
-            REF_INFER: Placement.packed(Layout(4, 1), d[4:]),
-        }
-    )
-    watched = Watched(job, plan)
+    watched, d = generating_apart()
     watched.run(1500)
     first = len(watched.of(TransitionStarted))
 

@@ -1,7 +1,7 @@
 """Training TP changed live, under Nereus's own engine: real jobs, GRPO and PPO."""
 
 import pytest
-from verl_cpu.alike import gaps
+from verl_cpu.alike import gaps, require_same_state
 
 from nereus_core.events import PrimitiveFinished, TransitionFinished
 
@@ -89,12 +89,7 @@ def test_parameters_moments_and_schedules_are_the_same_bit_for_bit(job):
     for record in job.forced:
         if "error" in record:
             continue
-        before, after = record["before"], record["after"]
-        assert sorted(before) == sorted(after)
-        changed = [name for name in before if before[name] != after[name]]
-        assert not changed, f"after step {record['step']}: {changed[:5]}"
-        slots = {name.split("/")[1] for name in before}
-        assert {"param", "exp_avg", "exp_avg_sq", "step", "lr_scheduler"} <= slots
+        require_same_state(record)
 
 
 def test_a_switch_that_fails_is_undone_with_its_tensor_parallel_ranks(grpo):

@@ -1,4 +1,7 @@
-"""How far apart two jobs are, and how far apart a changed one may be from a fixed one."""
+"""How far apart two jobs are, and how far apart a changed one may be from a fixed one.
+
+What a change itself does to state is held to the last bit.
+"""
 
 import math
 
@@ -31,3 +34,13 @@ def gaps(one, other, figures=FIGURES):
 def allowed(*fixed):
     """Return what a changed job may differ by, of the gaps between pairs of fixed jobs."""
     return {figure: max(TIMES * max(g[figure] for g in fixed), FLOOR) for figure in fixed[0]}
+
+
+def require_same_state(record):
+    """Hold parameters, moments, steps and schedules after a change to those before, bit by bit."""
+    before, after = record["before"], record["after"]
+    assert sorted(before) == sorted(after)
+    changed = [name for name in before if before[name] != after[name]]
+    assert not changed, f"after step {record['step']}: {changed[:5]}"
+    slots = {name.split("/")[1] for name in before}
+    assert {"param", "exp_avg", "exp_avg_sq", "step", "lr_scheduler"} <= slots
