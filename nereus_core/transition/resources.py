@@ -2,61 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from nereus_core.primitives import Kind, OpId, Primitive
-from nereus_core.transition.draft import Draft, Node, bits
+from nereus_core.transition.atoms import bits
+from nereus_core.transition.draft import BOTH_USE, MAKES_ROOM, Draft, Node
 from nereus_core.transition.graph import Edge, EdgeKind
 from nereus_core.transition.room import Room, is_ample
+from nereus_core.transition.roster import Roster
 from nereus_core.transition.schedule import soonest
 from nereus_core.transition.sequence import Dismantle, Sequencer
-from nereus_core.units import Unit, UnitMap
 from nereus_core.workload import Job
+
+
+class Ordered:
+    """Nodes of a draft in the order found: the steps of a graph, wrapped when they are read."""
+
+    def __init__(self, draft: Draft, sequence: list[int], prefix: str) -> None:
+        """Keep the draft, which does not change any more; op ids are ``prefix/0`` ..."""
+        self._draft, self._sequence, self._prefix = draft, sequence, prefix
+        place = {node: i for i, node in enumerate(sequence)}
+        self._pairs: list[tuple[int, int]] = []
+        for then, node in enumerate(sequence):
+            waits = draft.nodes[node].waits
+            if waits:
+                self._pairs += [(first, then) for first in sorted([place[w] for w in waits])]
+
+    def pairs(self) -> Iterable[tuple[int, int]]:
+        """See `graph.Steps`."""
+        return self._pairs
+
+    @cached_property
+    def _ids(self) -> list[OpId]:
+        return [OpId(f"{self._prefix}/{i}") for i in range(len(self._sequence))]
+
+    @cached_property
+    def ops(self) -> tuple[Primitive, ...]:
+        """See `graph.Steps`."""
+        numbered = zip(self._sequence, self._ids, strict=True)
+        return tuple([self._draft.primitive(node, op_id) for node, op_id in numbered])
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """See `graph.Steps`."""
+        return tuple([self._edge(first, then) for first, then in self._pairs])
+
+    def _edge(self, first: int, then: int) -> Edge:
+        before, after = self._sequence[first], self._sequence[then]
+        kind = self._draft.nodes[after].waits[before][0]
+        return Edge(self._ids[first], self._ids[then], kind, self._draft.spelled(before, after))
 
 
 def ordered(
     nodes: list[Node],
-    pools: Sequence[Sequence[Unit]],
-    alive: UnitMap,
+    pools: Sequence[Sequence[int]],
+    standing: Sequence[range],
+    roster: Roster,
     job: Job,
     prefix: str,
-) -> tuple[tuple[Primitive, ...], tuple[Edge, ...]]:
-    """Order primitives and number them in that order; returns them with their edges.
+) -> Ordered:
+    """Order primitives and number them in that order.
 
     Args:
         nodes: Primitives without edges.
         pools: By stage: units that its Extends may read.
-        alive: Units alive before.
+        standing: By stage: units alive before.
+        roster: All units.
         job: The job they run: model-stages in stage order, shapes, capacity of a device.
         prefix: Of the ids given.
 
     Raises:
         Infeasible: new shards find no room on a device, whatever is staged or parked.
     """
-    units = tuple(alive.values())
-    standing = [alive.of(stage) for stage in job.workload.stages]
-    tight = not is_ample(job, units, nodes)
+    room = None if is_ample(job, roster, standing, nodes) else Room(job, roster, standing)
     while True:
-        draft = Draft(nodes, pools, job.workload.stages)
+        draft = Draft(nodes, pools, job.workload.stages, roster)
         draft.add_state_edges()
         draft.add_release_edges()
-        sequencer = Sequencer(draft, standing, Room(job, units) if tight else None)
+        sequencer = Sequencer(draft, standing, room and room.copy())
         try:
             sequence = sequencer.sequence()
             break
         except Dismantle as found:
             nodes = _dismantled(nodes, found.node)
-    sequence = soonest(draft, sequence, alive, job, Room(job, units) if tight else None)
+    sequence = soonest(draft, sequence, standing, job, room)
     _add_device_edges(draft, sequence, sequencer.squeezed)
-    place = {node: i for i, node in enumerate(sequence)}
-    ids = [OpId(f"{prefix}/{i}") for i in range(len(sequence))]
-    edges = [
-        Edge(ids[place[first]], op_id, *draft.nodes[node].waits[first])
-        for op_id, node in zip(ids, sequence, strict=True)
-        for first in sorted(draft.nodes[node].waits, key=place.__getitem__)
-    ]
-    ops = [draft.nodes[node].named(op_id) for op_id, node in zip(ids, sequence, strict=True)]
-    return tuple(ops), tuple(edges)
+    return Ordered(draft, sequence, prefix)
 
 
 def _dismantled(nodes: list[Node], which: int) -> list[Node]:
@@ -64,27 +96,27 @@ def _dismantled(nodes: list[Node], which: int) -> list[Node]:
 
     A unit that an Extend makes only on the way to it is left out: what that reads is read instead.
     """
-    ends = {unit.id for unit in nodes[which].ended}
+    ends = set(nodes[which].ended)
     on_the_way = {
-        node.made[0].id: node.reads
+        node.made[0]: node.reads
         for node in nodes
-        if node.kind is Kind.EXTEND and node.made[0].id in ends
+        if node.kind is Kind.EXTEND and node.made[0] in ends
     }
 
-    def read(units: Sequence[Unit]) -> list[Unit]:
-        found = (other for unit in units for other in on_the_way.get(unit.id, [unit]))
+    def read(units: Sequence[int]) -> list[int]:
+        found = (other for unit in units for other in on_the_way.get(unit, [unit]))
         return list(dict.fromkeys(found))
 
     fresh: list[Node] = []
     for i, node in enumerate(nodes):
         if i == which:
-            kept = [unit for unit in node.ended if unit.id not in on_the_way]
+            kept = [unit for unit in node.ended if unit not in on_the_way]
             fresh += [Node(Kind.DESTROY, node.stage, (unit,), park=True) for unit in kept]
             fresh += [
                 Node(Kind.EXTEND, node.stage, made=(unit,), reads=read(node.ended))
                 for unit in node.made
             ]
-        elif not any(unit.id in on_the_way for unit in node.made):
+        elif not any(unit in on_the_way for unit in node.made):
             fresh.append(Node(node.kind, node.stage, node.ended, node.made, read(node.reads)))
     return fresh
 
@@ -111,12 +143,11 @@ def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> 
         for j in sorted(shared, reverse=True):
             if known >> j & 1:
                 continue
-            first, names = sequence[j], draft.names(shared[j])
+            first = sequence[j]
             if name in squeezed and draft.nodes[first].leaves & shared[j]:
-                reason = (EdgeKind.RELEASE, f"{names} has room for it then")
+                node.waits[first] = (EdgeKind.RELEASE, MAKES_ROOM, shared[j])
             else:
-                reason = (EdgeKind.ORDER, f"both use {names}")
-            node.waits[first] = reason
+                node.waits[first] = (EdgeKind.ORDER, BOTH_USE, shared[j])
             known |= ancestors[j] | 1 << j
         ancestors.append(known)
         if len(node.waits) > 1:

@@ -8,10 +8,18 @@ from itertools import islice
 
 from nereus_core.errors import CycleError
 from nereus_core.primitives import OpId
-from nereus_core.transition.draft import Draft, Node
+from nereus_core.transition.draft import (
+    READ_BEFORE_END,
+    READS,
+    READS_PARKED,
+    STANDS_FIRST,
+    STANDS_LAST,
+    Draft,
+    Node,
+    Reason,
+)
 from nereus_core.transition.graph import EdgeKind
 from nereus_core.transition.room import Room
-from nereus_core.units import Unit
 
 
 class Dismantle(Exception):
@@ -35,7 +43,7 @@ class Sequencer:
     there is dismantled.
     """
 
-    def __init__(self, draft: Draft, alive: Sequence[Sequence[Unit]], room: Room | None) -> None:
+    def __init__(self, draft: Draft, alive: Sequence[range], room: Room | None) -> None:
         self._draft, self._nodes, self._room = draft, draft.nodes, room
         self._standing = [len(units) for units in alive]
         """By stage: units that are there whatever goes first."""
@@ -130,8 +138,8 @@ class Sequencer:
 
     # --- Last units -----------------------------------------------------------------------------
 
-    def _goes_on(self, unit: Unit) -> bool:
-        ender = self._draft.ender.get(unit.id)
+    def _goes_on(self, unit: int) -> bool:
+        ender = self._draft.ender[unit]
         return ender is None or not self._nodes[ender].destroys
 
     def _secure(self, destroy: int) -> None:
@@ -143,8 +151,8 @@ class Sequencer:
         if makers:
             if not any(first in makers for first in node.waits):
                 first = next(iter(makers))
-                text = f"{self._nodes[first].made[0].id} stands first"
-                node.waits[first] = (EdgeKind.STATE, text)
+                stands = self._nodes[first].made[0]
+                node.waits[first] = (EdgeKind.STATE, STANDS_FIRST, stands)
             return
         node.park = self._standing[node.stage] == 1
         self._standing[node.stage] -= 1
@@ -155,8 +163,7 @@ class Sequencer:
         node = self._nodes[destroy]
         if node.park:
             for other in self._freed[node.stage]:  # all of them have their place
-                text = f"{node.ended[0].id} stands until the others have gone"
-                node.waits[other] = (EdgeKind.STATE, text)
+                node.waits[other] = (EdgeKind.STATE, STANDS_LAST, node.ended[0])
         else:
             self._freed[node.stage].append(destroy)
 
@@ -178,7 +185,8 @@ class Sequencer:
         """Pick the Destroy that opens a circle: one that need not be parked, if there is one."""
         destroys = [i for i in circle if self._nodes[i].destroys]
         if not destroys:
-            raise CycleError([self._nodes[i].named(OpId(f"#{i}")) for i in [*circle, circle[0]]])
+            named = [self._draft.primitive(i, OpId(f"#{i}")) for i in circle]
+            raise CycleError([*named, named[0]])
         return min(destroys, key=lambda i: (self._standing[self._nodes[i].stage] == 1, i))
 
     def _let_go(self, freed: int) -> None:
@@ -195,18 +203,18 @@ class Sequencer:
             del node.waits[reader]
             self._wakes[reader].discard(freed)
             if node.park:
-                self._wait(reader, freed, f"reads {unit.id}, parked in host memory")
+                self._wait(reader, freed, (EdgeKind.STATE, READS_PARKED, unit))
                 continue
             reads = self._nodes[reader].reads
             reads.remove(unit)
-            if other := (instead or {}).get(reader):
+            if (other := (instead or {}).get(reader)) is not None:
                 reads.append(other)
                 self._read(reader, other)
         self._settle(freed)
 
-    def _instead(self, gone: Unit, readers: list[int]) -> dict[int, Unit] | None:
+    def _instead(self, gone: int, readers: list[int]) -> dict[int, int] | None:
         """Find another source for every reader of a unit that has no other; None: there is none."""
-        found: dict[int, Unit] = {}
+        found: dict[int, int] = {}
         lone = [i for i in readers if self._nodes[i].reads == [gone]]
         if not lone:
             return found
@@ -214,7 +222,7 @@ class Sequencer:
         if not pool:
             return None
         start = lone[0] % len(pool)  # others than those that the readers before were given
-        others = (u for u in (*pool[start:], *pool[:start]) if u is not gone and self._stands(u))
+        others = (u for u in (*pool[start:], *pool[:start]) if u != gone and self._stands(u))
         open_to = list(islice(others, len(lone)))
         if not open_to:
             return None
@@ -222,24 +230,23 @@ class Sequencer:
             found[reader] = open_to[turn % len(open_to)]
         return found
 
-    def _stands(self, unit: Unit) -> bool:
+    def _stands(self, unit: int) -> bool:
         """Whether a unit is there and can be read whatever goes next."""
-        maker, ender = self._draft.maker.get(unit.id), self._draft.ender.get(unit.id)
+        maker, ender = self._draft.maker[unit], self._draft.ender[unit]
         made = maker is None or self._taken[maker]
         return made and (ender is None or not (self._taken[ender] or self._nodes[ender].park))
 
-    def _read(self, reader: int, unit: Unit) -> None:
+    def _read(self, reader: int, unit: int) -> None:
         """Let an Extend read a unit that stands."""
-        if (maker := self._draft.maker.get(unit.id)) is not None:
-            self._nodes[reader].waits[maker] = (EdgeKind.STATE, f"reads {unit.id}")
-        if (ender := self._draft.ender.get(unit.id)) is not None:
-            text = f"{unit.id} is read before it ends"
-            self._nodes[ender].waits[reader] = (EdgeKind.STATE, text)
+        if (maker := self._draft.maker[unit]) is not None:
+            self._nodes[reader].waits[maker] = (EdgeKind.STATE, READS, unit)
+        if (ender := self._draft.ender[unit]) is not None:
+            self._nodes[ender].waits[reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
             self._open[ender].add(reader)
             self._wakes[reader].add(ender)
 
-    def _wait(self, node: int, first: int, text: str) -> None:
-        self._nodes[node].waits.setdefault(first, (EdgeKind.STATE, text))
+    def _wait(self, node: int, first: int, reason: Reason) -> None:
+        self._nodes[node].waits.setdefault(first, reason)
         self._open[node].add(first)
         self._wakes[first].add(node)
 
@@ -253,7 +260,7 @@ class Sequencer:
         devices = set(full.values())
 
         def there(node: Node) -> bool:
-            return any(not devices.isdisjoint(u.devices) for u in node.ended)
+            return any(not devices.isdisjoint(self._draft.roster.places[u]) for u in node.ended)
 
         for i in self._late:
             if not self._taken[i] and not self._open[i] and there(self._nodes[i]):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from nereus_core.units import Unit
+from nereus_core.transition.roster import Place
 
 
-def shared(pool: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]:
+def shared(pool: Sequence[int], targets: Sequence[int], places: Sequence[Place]) -> list[list[int]]:
     """Share sources out among units to be extended, so that these are built at once.
 
     One target alone is striped over all sources. Each source goes to one target, the nearest of
@@ -20,28 +20,30 @@ def shared(pool: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]:
     """
     if len(targets) == 1:
         return [list(pool)]
-    found: list[list[Unit]] = []
+    found: list[list[int]] = []
     sources = list(pool)
     while len(found) < len(targets):
         batch = targets[len(found) : len(found) + len(sources)]
-        found += _dealt(sources, batch)
+        found += _dealt(sources, batch, places)
         sources += batch
     return found
 
 
-def _dealt(sources: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]:
+def _dealt(
+    sources: Sequence[int], targets: Sequence[int], places: Sequence[Place]
+) -> list[list[int]]:
     """Deal sources, at least as many as targets, evenly."""
-    shares: list[list[Unit]] = [[] for _ in targets]
+    shares: list[list[int]] = [[] for _ in targets]
     quota = len(sources) // len(targets)
-    left: Sequence[Unit] = sources
-    for places in (_devices, _nodes):
-        by_place: dict[object, list[int]] = {}
+    left: Sequence[int] = sources
+    for where in (_devices, _nodes):
+        by_spot: dict[object, list[int]] = {}
         for i, target in enumerate(targets):
-            for place in places(target):
-                by_place.setdefault(place, []).append(i)
+            for spot in where(places[target]):
+                by_spot.setdefault(spot, []).append(i)
         far = []
         for unit in left:
-            near = {i for place in places(unit) if place in by_place for i in by_place[place]}
+            near = {i for spot in where(places[unit]) if spot in by_spot for i in by_spot[spot]}
             i = min(near, key=lambda i: (len(shares[i]), i)) if near else -1
             if i >= 0 and len(shares[i]) < quota:
                 shares[i].append(unit)
@@ -53,15 +55,15 @@ def _dealt(sources: Sequence[Unit], targets: Sequence[Unit]) -> list[list[Unit]]
     for unit, share in zip(left, hungry, strict=False):  # either may be at its end
         share.append(unit)
     if len(sources) > len(targets):
-        place = {unit.id: i for i, unit in enumerate(sources)}
+        turn = {unit: i for i, unit in enumerate(sources)}
         for share in shares:
-            share.sort(key=lambda u: place[u.id])
+            share.sort(key=turn.__getitem__)
     return shares
 
 
-def _devices(unit: Unit) -> Iterable[object]:
-    return unit.devices
+def _devices(place: Place) -> Iterable[object]:
+    return place
 
 
-def _nodes(unit: Unit) -> Iterable[object]:
-    return dict.fromkeys([d.node for d in unit.devices])
+def _nodes(place: Place) -> Iterable[object]:
+    return dict.fromkeys([d.node for d in place])
