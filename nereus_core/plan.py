@@ -140,16 +140,17 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
         problems += [f"{stage}: {p}" for p in stage_problems(job, stage, placement.layout)]
-        listed = [d for unit in placement.units for d in unit]
+        listed = list(chain.from_iterable(placement.units))
+        distinct = set(listed)
         if not placement.units:
             problems.append(f"{stage} has no unit")
         elif job.global_batch % placement.dp:
             problems.append(f"{stage}: dp={placement.dp} does not divide batch {job.global_batch}")
-        if len(listed) != len(set(listed)):
+        if len(listed) != len(distinct):
             problems.append(f"{stage}: a device is in two units")
-        if any(len(unit) != placement.layout.num_devices for unit in placement.units):
+        if set(map(len, placement.units)) - {placement.layout.num_devices}:
             problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
-        problems += [f"{stage}: {d} is not healthy" for d in sorted(set(listed) - healthy)]
+        problems += [f"{stage}: {d} is not healthy" for d in sorted(distinct - healthy)]
         if listed and (problem := job.share_problem(stage, len(listed), placement.dp)):
             problems.append(f"{stage}: {problem}")
     return (*problems, *place_problems(plan, job))

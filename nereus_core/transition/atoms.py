@@ -22,8 +22,9 @@ class Atoms:
         owner: dict[Device, int] = {}
         sizes: list[int] = []
         for group in self._groups.values():
-            for key in set(map(owner.get, group)):
-                members = [d for d in group if owner.get(d) == key]
+            keys = set(map(owner.get, group))
+            for key in keys:
+                members = group if len(keys) == 1 else [d for d in group if owner.get(d) == key]
                 if key is not None:
                     if sizes[key] == len(members):
                         continue  # all of it is in the group: it stays one
@@ -32,10 +33,13 @@ class Atoms:
                 sizes.append(len(members))
         self._owner = owner
         bits = {key: 1 << n for n, key in enumerate(dict.fromkeys(owner.values()))}
-        self._masks = {
-            name: sum([bits[key] for key in set(map(owner.__getitem__, group))])
-            for name, group in self._groups.items()
-        }
+        self._masks: dict[int, int] = {}
+        for name, group in self._groups.items():
+            first = owner[group[0]] if group else None
+            if first is not None and sizes[first] == len(group):
+                self._masks[name] = bits[first]
+            else:
+                self._masks[name] = sum([bits[key] for key in set(map(owner.__getitem__, group))])
 
     def mask(self, group: Group) -> int:
         """Atoms of a group that was given."""

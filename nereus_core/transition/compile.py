@@ -69,7 +69,8 @@ def compile_transition(
         drafted.append(_StageDraft(number, stage, there, found, target[stage], roster, serial))
     pools = [_pool(draft, drafted, parked, roster, job) for draft in drafted]
     nodes = [n for d, pool in zip(drafted, pools, strict=True) for n in d.nodes(pool, roster)]
-    steps = ordered(nodes, pools, [d.there for d in drafted], roster, job, prefix)
+    standing, made = [d.there for d in drafted], [d.made for d in drafted]
+    steps = ordered(nodes, pools, standing, made, roster, job, prefix)
     return TransitionGraph(prefix, alive, steps, parked)
 
 
@@ -118,25 +119,27 @@ class _StageDraft:
         stay = [there[i] for i in found.kept]
         places: list[Place] = []
         layouts: list[Layout] = []
-
-        def numbered(made: Sequence[Place], layout: Layout) -> range:
-            first = len(roster) + len(places)
-            places.extend(made)
-            layouts.extend([layout] * len(made))
-            return range(first, first + len(made))
-
+        end = len(roster)
         for change in found.in_place:
-            made = numbered(change.places, change.layout)
+            start, end = end, end + len(change.places)
+            made = range(start, end)
+            places += change.places
+            layouts += [change.layout] * len(made)
             kind = Kind.SPLIT if change.is_split else Kind.MERGE
-            parents = [there[i] for i in change.parents]
+            parents = tuple(map(there.__getitem__, change.parents))
             self._in_place.append(Node(kind, number, parents, made))
             if change.bridge_to is not None:
-                whole = numbered((change.bridge_to,), target.layout)
+                start, end = end, end + 1
+                whole = range(start, end)
+                places.append(change.bridge_to)
+                layouts.append(target.layout)
                 self._in_place.append(Node(Kind.MERGE, number, made, whole))
                 made = whole
             stay += made
-        self.new = numbered(found.new, target.layout)
-        roster.make(stage, serial, layouts, places)
+        self.new = range(end, end + len(found.new))
+        places += found.new
+        layouts += [target.layout] * len(found.new)
+        self.made = roster.make(stage, serial, layouts, places)
         self._surplus = [there[i] for i in found.surplus]
         self.held = (*stay, *self._surplus)
         """Units that hold the state without an Extend: kept, made in place, surplus."""
@@ -145,7 +148,9 @@ class _StageDraft:
 
     def nodes(self, pool: Sequence[int], roster: Roster) -> list[Node]:
         """Draft all primitives, given the units that an Extend may read; none: the origin."""
-        reads = shared(pool, self.new, roster.places) if pool else [[] for _ in self.new]
+        reads: Sequence[Sequence[int]] = [()] * len(self.new)
+        if pool:
+            reads = shared(pool, self.new, roster.places)
         extends = [
             Node(Kind.EXTEND, self._number, made=(unit,), reads=sources)
             for unit, sources in zip(self.new, reads, strict=True)

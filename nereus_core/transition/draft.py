@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -41,25 +41,14 @@ class Node:
     """Position of its model-stage in stage order."""
     ended: Sequence[int] = ()
     made: Sequence[int] = ()
-    reads: list[int] = field(default_factory=list)
+    reads: Sequence[int] = ()
     """Sources of an Extend, in order; none: the origin."""
     park: bool = False
     staging_bytes: int | None = None
-    waits: dict[int, Reason] = field(default_factory=dict)
-    """Nodes that must precede it, and why."""
-    takes: int = 0
-    """Atoms of the units it makes."""
-    leaves: int = 0
-    """Atoms of the units it ends."""
-
-    @property
-    def destroys(self) -> bool:
-        """Whether it is a Destroy."""
-        return self.kind is Kind.DESTROY
 
 
 class Draft:
-    """Nodes, named by their index, and what the steps of ordering share."""
+    """Nodes, named by their index, their edges, and what the steps of ordering share."""
 
     def __init__(
         self,
@@ -73,6 +62,8 @@ class Draft:
         Model-stages are in stage order.
         """
         self.nodes, self.stages, self.roster, self._pools = nodes, stages, roster, pools
+        self.waits: list[dict[int, Reason]] = [{} for _ in nodes]
+        """By node: nodes that must precede it, and why."""
         self.maker: list[int | None] = [None] * len(roster)
         """By unit: the node that makes it."""
         self.ender: list[int | None] = [None] * len(roster)
@@ -82,22 +73,27 @@ class Draft:
                 self.maker[unit] = i
             for unit in node.ended:
                 self.ender[unit] = i
-        self._atoms = self._seen_together()
+        left, taken = self._changed()
+        read = [roster.places[unit] for unit in self._readable()]
+        self._atoms = Atoms([*read, *left, *taken])
+        self.leaves = list(map(self._atoms.mask, left))
+        """By node: atoms of the units it ends."""
+        self.takes = list(map(self._atoms.mask, taken))
+        """By node: atoms of the units it makes."""
 
-    def _seen_together(self) -> Atoms:
-        """Find the devices that nodes take, leave and read together; note them in the nodes."""
+    def _changed(self) -> tuple[list[Group], list[Group]]:
+        """Return, by node, the devices it leaves and those it takes: one object where all stay."""
         places = self.roster.places
-        groups = [places[unit] for unit in self._readable()]
-        changes: list[tuple[Group, Group]] = []
+        left, taken = [], []
         for node in self.nodes:
-            leaves, takes = _joined(places, node.ended), _joined(places, node.made)
-            if len(leaves) == len(takes):
-                takes = leaves  # a Split or Merge lies within its parents' devices, or around them
-            changes.append((leaves, takes))
-        atoms = Atoms([*groups, *chain.from_iterable(changes)])
-        for node, (leaves, takes) in zip(self.nodes, changes, strict=True):
-            node.leaves, node.takes = atoms.mask(leaves), atoms.mask(takes)
-        return atoms
+            ended, made = node.ended, node.made
+            leaves = _joined(places, ended)
+            # Units made, and units ended, are of one layout; a Split or Merge lies within its
+            # parents' devices, or around them.
+            stays = ended and made and len(made) * len(places[made[0]]) == len(leaves)
+            left.append(leaves)
+            taken.append(leaves if stays else _joined(places, made))
+        return left, taken
 
     def _readable(self) -> Iterable[int]:
         return chain.from_iterable({id(pool): pool for pool in self._pools}.values())
@@ -106,10 +102,10 @@ class Draft:
         """Units that Extends of a stage may read."""
         return self._pools[stage]
 
-    def touches(self, node: Node) -> int:
-        """Atoms that take part: of units ended, made and read."""
-        found = node.takes | node.leaves
-        for unit in node.reads:
+    def touches(self, i: int) -> int:
+        """Atoms that take part in a node: of units ended, made and read."""
+        found = self.takes[i] | self.leaves[i]
+        for unit in self.nodes[i].reads:
             found |= self._atoms.mask(self.roster.places[unit])
         return found
 
@@ -118,19 +114,19 @@ class Draft:
         for i, node in enumerate(self.nodes):
             for unit in node.ended:
                 if (maker := self.maker[unit]) is not None:
-                    node.waits[maker] = (EdgeKind.STATE, GOES_ON, unit)
+                    self.waits[i][maker] = (EdgeKind.STATE, GOES_ON, unit)
             for unit in node.reads:
                 self.add_reading(i, unit)
 
     def add_reading(self, reader: int, unit: int) -> None:
         """Put an Extend after the maker of a unit it reads, and before its end."""
         if (maker := self.maker[unit]) is not None:
-            self.nodes[reader].waits[maker] = (EdgeKind.STATE, READS, unit)
+            self.waits[reader][maker] = (EdgeKind.STATE, READS, unit)
         if (ender := self.ender[unit]) is not None:
             if self.nodes[ender].park:
-                self.nodes[reader].waits[ender] = (EdgeKind.STATE, READS_PARKED, unit)
+                self.waits[reader][ender] = (EdgeKind.STATE, READS_PARKED, unit)
             else:
-                self.nodes[ender].waits[reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
+                self.waits[ender][reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
 
     def add_release_edges(self) -> None:
         """A device that one unit leaves and another takes is released before it is acquired.
@@ -141,13 +137,15 @@ class Draft:
         comes, leaves = [0] * len(self.stages), [0] * len(self.stages)
         acquirers: list[tuple[int, int]] = []
         releasers: dict[int, list[tuple[int, int]]] = {}
-        for i, node in enumerate(self.nodes):
-            if node.takes == node.leaves:
+        for i, (node, takes, left) in enumerate(
+            zip(self.nodes, self.takes, self.leaves, strict=True)
+        ):
+            if takes == left:
                 continue
-            if acquired := node.takes & ~node.leaves:
+            if acquired := takes & ~left:
                 comes[node.stage] |= acquired
                 acquirers.append((i, acquired))
-            if released := node.leaves & ~node.takes:
+            if released := left & ~takes:
                 leaves[node.stage] |= released
                 for bit in bits(released):
                     releasers.setdefault(bit, []).append((i, node.stage))
@@ -160,7 +158,7 @@ class Draft:
             for first, shared in by_node.items():
                 if self._goes_on_from(first, i):
                     continue  # what it releases is what this node acquires first
-                node.waits.setdefault(first, (EdgeKind.RELEASE, RELEASED, shared))
+                self.waits[i].setdefault(first, (EdgeKind.RELEASE, RELEASED, shared))
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
         """Whether a node ends what another made, or what was made of that."""
@@ -187,7 +185,7 @@ class Draft:
 
     def spelled(self, first: int, then: int) -> str:
         """Say why one node waits for another."""
-        _, text, about = self.nodes[then].waits[first]
+        _, text, about = self.waits[then][first]
         if "{unit}" in text:
             return text.format(unit=self.roster.id(about))
         by, to = self.stages[self.nodes[first].stage], self.stages[self.nodes[then].stage]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nereus_core.cluster import Device
 from nereus_core.cost.transition import shared_elements
@@ -22,7 +21,8 @@ _BRIDGE = 0.9
 Chosen, not measured."""
 
 
-class InPlace(NamedTuple):
+@dataclass(slots=True)
+class InPlace:
     """Units that become others without leaving their devices: a Split, or a Merge."""
 
     parents: tuple[int, ...]

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from nereus_core.primitives import Kind, OpId, Primitive
-from nereus_core.transition.atoms import bits
-from nereus_core.transition.draft import BOTH_USE, MAKES_ROOM, Draft, Node
+from nereus_core.transition.draft import BOTH_USE, MAKES_ROOM, Draft, Node, Reason
 from nereus_core.transition.graph import Edge, EdgeKind
 from nereus_core.transition.room import Room, is_ample
 from nereus_core.transition.roster import Roster
@@ -25,7 +24,7 @@ class Ordered:
         place = {node: i for i, node in enumerate(sequence)}
         self._pairs: list[tuple[int, int]] = []
         for then, node in enumerate(sequence):
-            waits = draft.nodes[node].waits
+            waits = draft.waits[node]
             if waits:
                 self._pairs += [(first, then) for first in sorted([place[w] for w in waits])]
 
@@ -50,7 +49,7 @@ class Ordered:
 
     def _edge(self, first: int, then: int) -> Edge:
         before, after = self._sequence[first], self._sequence[then]
-        kind = self._draft.nodes[after].waits[before][0]
+        kind = self._draft.waits[after][before][0]
         return Edge(self._ids[first], self._ids[then], kind, self._draft.spelled(before, after))
 
 
@@ -58,6 +57,7 @@ def ordered(
     nodes: list[Node],
     pools: Sequence[Sequence[int]],
     standing: Sequence[range],
+    made: Sequence[range],
     roster: Roster,
     job: Job,
     prefix: str,
@@ -68,6 +68,7 @@ def ordered(
         nodes: Primitives without edges.
         pools: By stage: units that its Extends may read.
         standing: By stage: units alive before.
+        made: By stage: units that the nodes make.
         roster: All units.
         job: The job they run: model-stages in stage order, shapes, capacity of a device.
         prefix: Of the ids given.
@@ -75,7 +76,7 @@ def ordered(
     Raises:
         Infeasible: new shards find no room on a device, whatever is staged or parked.
     """
-    room = None if is_ample(job, roster, standing, nodes) else Room(job, roster, standing)
+    room = None if is_ample(job, roster, standing, made) else Room(job, roster, standing)
     while True:
         draft = Draft(nodes, pools, job.workload.stages, roster)
         draft.add_state_edges()
@@ -128,35 +129,40 @@ def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> 
     reader of the graph asks for.
     """
     last: dict[int, int] = {}
-    place = {node: i for i, node in enumerate(sequence)}
+    place = [0] * len(sequence)
     ancestors: list[int] = []
     for i, name in enumerate(sequence):
-        node = draft.nodes[name]
+        place[name] = i
+        waits = draft.waits[name]
         shared: dict[int, int] = {}
-        for bit in bits(draft.touches(node)):
-            if bit in last:
-                shared[last[bit]] = shared.get(last[bit], 0) | bit
+        rest = draft.touches(name)
+        while rest:
+            bit = rest & -rest
+            rest ^= bit
+            before = last.get(bit)
+            if before is not None:
+                shared[before] = shared.get(before, 0) | bit
             last[bit] = i
         known = 0
-        for first in node.waits:
+        for first in waits:
             known |= ancestors[place[first]] | 1 << place[first]
         for j in sorted(shared, reverse=True):
             if known >> j & 1:
                 continue
             first = sequence[j]
-            if name in squeezed and draft.nodes[first].leaves & shared[j]:
-                node.waits[first] = (EdgeKind.RELEASE, MAKES_ROOM, shared[j])
+            if name in squeezed and draft.leaves[first] & shared[j]:
+                waits[first] = (EdgeKind.RELEASE, MAKES_ROOM, shared[j])
             else:
-                node.waits[first] = (EdgeKind.ORDER, BOTH_USE, shared[j])
+                waits[first] = (EdgeKind.ORDER, BOTH_USE, shared[j])
             known |= ancestors[j] | 1 << j
         ancestors.append(known)
-        if len(node.waits) > 1:
-            _drop_implied(node, ancestors, place)
+        if len(waits) > 1:
+            _drop_implied(waits, ancestors, place)
 
 
-def _drop_implied(node: Node, ancestors: list[int], place: dict[int, int]) -> None:
+def _drop_implied(waits: dict[int, Reason], ancestors: list[int], place: list[int]) -> None:
     covered = 0
-    for first in sorted(node.waits, key=place.__getitem__, reverse=True):
-        if covered >> place[first] & 1 and node.waits[first][0] is not EdgeKind.RELEASE:
-            del node.waits[first]
+    for first in sorted(waits, key=place.__getitem__, reverse=True):
+        if covered >> place[first] & 1 and waits[first][0] is not EdgeKind.RELEASE:
+            del waits[first]
         covered |= ancestors[place[first]]

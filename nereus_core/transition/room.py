@@ -120,28 +120,19 @@ class Room:
 
 
 def is_ample(
-    job: Job, roster: Roster, alive: Sequence[range], nodes: Iterable[Node]
+    job: Job, roster: Roster, standing: Sequence[range], made: Sequence[range]
 ) -> bool:
     """Whether all that is there before and all that is made fit together on any one device.
 
     Every stage is charged with its fullest shard of any layout, before and after: no order of the
     primitives can come near the capacity then, and none has to be followed device by device.
     """
-    layouts = roster.layouts
-    before = [_by_identity(layouts[units.start : units.stop]) for units in alive]
-    after: list[dict[int, Layout]] = [{} for _ in alive]
-    for node in nodes:
-        for unit in node.made[:1]:  # those that a primitive makes have one layout
-            after[node.stage][id(layouts[unit])] = layouts[unit]
     total = 0
-    for stage, *both in zip(job.workload.stages, before, after, strict=True):
+    for stage, *both in zip(job.workload.stages, standing, made, strict=True):
         each, model = job.precision.kept_bytes(stage.stage), job.model(stage)
-        for found in both:
-            fullest = (max(rank_elements(model, layout)) for layout in found.values())
+        for units in both:
+            layouts = roster.layouts[units.start : units.stop]
+            alike = {id(layout): layout for layout in layouts}  # quicker than to hash hundreds
+            fullest = (max(rank_elements(model, layout)) for layout in alike.values())
             total += each * max(fullest, default=0)
     return total <= job.cluster.device_spec.memory_bytes
-
-
-def _by_identity(layouts: Iterable[Layout]) -> dict[int, Layout]:
-    """Tell layouts apart, some equal ones perhaps too: quicker than to hash hundreds."""
-    return {id(layout): layout for layout in layouts}

@@ -15,7 +15,7 @@ from itertools import chain
 
 from nereus_core.cost.transition import primitive_work
 from nereus_core.primitives import Kind, OpId
-from nereus_core.transition.draft import Draft, Node
+from nereus_core.transition.draft import Draft
 from nereus_core.transition.room import Room
 from nereus_core.units import UnitMap
 from nereus_core.workload import Job
@@ -47,8 +47,8 @@ def soonest(
     if not 2 < len(nodes) <= _MOST:
         return sequence
     seconds = _seconds(draft, standing, job)
-    masks = [draft.touches(node) for node in nodes]
-    waits = _with_surplus_last(nodes, sequence)
+    masks = [draft.touches(i) for i in range(len(nodes))]
+    waits = _with_surplus_last(draft, sequence)
 
     def fresh() -> Callable[[int], bool]:
         if room is None:
@@ -59,17 +59,17 @@ def soonest(
     return _search(sequence, waits, masks, seconds, fresh)
 
 
-def _with_surplus_last(nodes: Sequence[Node], sequence: list[int]) -> list[tuple[int, ...]]:
+def _with_surplus_last(draft: Draft, sequence: list[int]) -> list[tuple[int, ...]]:
     """What each primitive waits for; a Destroy that nothing awaits, for its stage to stand too.
 
     A surplus unit is a copy of the stage's state: it goes when the others are what they shall be,
     unless the order given lets it go before, to make room.
     """
-    awaited = {first for node in nodes for first in node.waits}
-    found = [tuple(node.waits) for node in nodes]
+    awaited = {first for waits in draft.waits for first in waits}
+    found = [tuple(waits) for waits in draft.waits]
     before: defaultdict[int, list[int]] = defaultdict(list)
     for i in sequence:
-        node = nodes[i]
+        node = draft.nodes[i]
         if node.kind is not Kind.DESTROY:
             before[node.stage].append(i)
         elif i not in awaited:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from nereus_core.errors import CycleError
-from nereus_core.primitives import OpId
+from nereus_core.primitives import Kind, OpId
 from nereus_core.transition.draft import (
     READ_BEFORE_END,
     READS,
@@ -45,6 +45,8 @@ class Sequencer:
 
     def __init__(self, draft: Draft, alive: Sequence[range], room: Room | None) -> None:
         self._draft, self._nodes, self._room = draft, draft.nodes, room
+        destroy = Kind.DESTROY
+        self._destroys = [node.kind is destroy for node in self._nodes]
         self._standing = [len(units) for units in alive]
         """By stage: units that are there whatever goes first."""
         self._anchored = [any(map(self._goes_on, units)) for units in alive]
@@ -52,17 +54,23 @@ class Sequencer:
         for node in self._nodes:
             self._standing[node.stage] -= node.park
         self._makers: list[dict[int, None]] = [{} for _ in alive]
-        """By stage: nodes taken that have made a unit which stays."""
+        """By stage that is not anchored: nodes taken that have made a unit which stays."""
         self._freed: list[list[int]] = [[] for _ in alive]
         """By stage: Destroys that go first as they are."""
-        self._open = [set(node.waits) for node in self._nodes]
+        self._open = [set(waits) for waits in draft.waits]
         self._wakes: list[set[int]] = [set() for _ in self._nodes]
         for i, waits in enumerate(self._open):
             for first in waits:
                 self._wakes[first].add(i)
-        self._late = [i for i, n in enumerate(self._nodes) if n.destroys and not self._wakes[i]]
+        self._late = {
+            i: None
+            for i, (is_destroy, wakes) in enumerate(zip(self._destroys, self._wakes, strict=True))
+            if is_destroy and not wakes
+        }
+        """Destroys that nothing waits for, in order."""
         self._taken = [False] * len(self._nodes)
-        self._ready: list[tuple[tuple[bool, int], int]] = []
+        self._ready: list[int] = []
+        """Ranks of nodes that wait for none."""
         self._lowest = 0
         """No node before it is waiting."""
         self.squeezed: set[int] = set()
@@ -79,68 +87,71 @@ class Sequencer:
             Dismantle: there is room once this Split or Merge is one no more.
         """
         early = len(self._nodes) - len(self._late)
-        late = set(self._late)
-        for i, waits in enumerate(self._open):
-            if not waits and i not in late:
-                self._push(i)
+        self._ready = sorted(
+            self._rank(i)
+            for i, waits in enumerate(self._open)
+            if not waits and i not in self._late
+        )
         done: list[int] = []
         while early:
             node = self._next()
-            early -= node not in late
-            self._taken[node] = True
+            early -= node not in self._late
             done.append(node)
-            if any(map(self._goes_on, self._nodes[node].made)):
-                self._makers[self._nodes[node].stage][node] = None
-            if self._nodes[node].destroys and not self._anchored[self._nodes[node].stage]:
-                self._secure(node)
-            if self._room:
-                self._room.take(self._nodes[node])
-            for woken in sorted(self._wakes[node]):
-                self._open[woken].discard(node)
-                if not self._open[woken] and woken not in late:
-                    self._push(woken)
+            self._take(node)
+            if self._wakes[node]:
+                for woken in sorted(self._wakes[node]):
+                    self._open[woken].discard(node)
+                    if not self._open[woken] and woken not in self._late:
+                        heapq.heappush(self._ready, self._rank(woken))
         rest = [i for i in self._late if not self._taken[i]]
-        rest.sort(key=self._rank)
         for node in rest:
-            self._taken[node] = True
-            if not self._anchored[self._nodes[node].stage]:
-                self._secure(node)
+            self._take(node)
         return [*done, *rest]
+
+    def _take(self, node: int) -> None:
+        """Let a node be the next one."""
+        self._taken[node] = True
+        stage = self._nodes[node].stage
+        if not self._anchored[stage]:
+            if any(map(self._goes_on, self._nodes[node].made)):
+                self._makers[stage][node] = None
+            if self._destroys[node]:
+                self._secure(node)
+        if self._room:
+            self._room.take(self._nodes[node])
 
     def _next(self) -> int:
         """Choose the node to be taken."""
         aside = []
         found = None
         while self._ready and found is None:
-            entry = heapq.heappop(self._ready)
-            if self._taken[entry[1]] or self._open[entry[1]]:
+            rank = heapq.heappop(self._ready)
+            i = rank % len(self._nodes)
+            if self._taken[i] or self._open[i]:
                 continue  # it has been let go first, or waits for a unit that is to be parked
-            if self._room is None or self._room.blocked(self._nodes[entry[1]]) is None:
-                found = entry[1]
+            if self._room is None or self._room.blocked(self._nodes[i]) is None:
+                found = i
             else:
-                aside.append(entry)
-        for entry in aside:
-            heapq.heappush(self._ready, entry)
+                aside.append(rank)
+        for rank in aside:
+            heapq.heappush(self._ready, rank)
         if found is not None:
             return found
         if aside:
-            return self._squeeze([i for _, i in aside])
+            return self._squeeze([rank % len(self._nodes) for rank in aside])
         freed = self._choose(self._circle())
         self._let_go(freed)
         return freed
 
-    def _rank(self, i: int) -> tuple[bool, int]:
-        """Among primitives that may go next the least does: destroys last, else in stage order."""
-        return self._nodes[i].destroys, self._nodes[i].stage
-
-    def _push(self, i: int) -> None:
-        heapq.heappush(self._ready, (self._rank(i), i))
+    def _rank(self, i: int) -> int:
+        """Among nodes that may go next the least does: destroys last, else in order of stages."""
+        return i + len(self._nodes) if self._destroys[i] else i
 
     # --- Last units -----------------------------------------------------------------------------
 
     def _goes_on(self, unit: int) -> bool:
         ender = self._draft.ender[unit]
-        return ender is None or not self._nodes[ender].destroys
+        return ender is None or not self._destroys[ender]
 
     def _secure(self, destroy: int) -> None:
         """See to it that a Destroy does not end the last unit of a stage: it waits, or parks."""
@@ -149,10 +160,10 @@ class Sequencer:
             return
         makers = self._makers[node.stage]
         if makers:
-            if not any(first in makers for first in node.waits):
+            if not any(first in makers for first in self._draft.waits[destroy]):
                 first = next(iter(makers))
                 stands = self._nodes[first].made[0]
-                node.waits[first] = (EdgeKind.STATE, STANDS_FIRST, stands)
+                self._draft.waits[destroy][first] = (EdgeKind.STATE, STANDS_FIRST, stands)
             return
         node.park = self._standing[node.stage] == 1
         self._standing[node.stage] -= 1
@@ -161,9 +172,10 @@ class Sequencer:
     def _settle(self, destroy: int) -> None:
         """Put one that parks after those of its stage that rely on its unit."""
         node = self._nodes[destroy]
+        unit = node.ended[0]
         if node.park:
             for other in self._freed[node.stage]:  # all of them have their place
-                node.waits[other] = (EdgeKind.STATE, STANDS_LAST, node.ended[0])
+                self._draft.waits[destroy][other] = (EdgeKind.STATE, STANDS_LAST, unit)
         else:
             self._freed[node.stage].append(destroy)
 
@@ -183,7 +195,7 @@ class Sequencer:
 
     def _choose(self, circle: list[int]) -> int:
         """Pick the Destroy that opens a circle: one that need not be parked, if there is one."""
-        destroys = [i for i in circle if self._nodes[i].destroys]
+        destroys = [i for i in circle if self._destroys[i]]
         if not destroys:
             named = [self._draft.primitive(i, OpId(f"#{i}")) for i in circle]
             raise CycleError([*named, named[0]])
@@ -200,22 +212,22 @@ class Sequencer:
         self._standing[node.stage] -= 1
         self._open[freed].clear()
         for reader in readers:
-            del node.waits[reader]
+            del self._draft.waits[freed][reader]
             self._wakes[reader].discard(freed)
             if node.park:
                 self._wait(reader, freed, (EdgeKind.STATE, READS_PARKED, unit))
                 continue
-            reads = self._nodes[reader].reads
-            reads.remove(unit)
+            reads = [other for other in self._nodes[reader].reads if other != unit]
             if (other := (instead or {}).get(reader)) is not None:
                 reads.append(other)
                 self._read(reader, other)
+            self._nodes[reader].reads = reads
         self._settle(freed)
 
     def _instead(self, gone: int, readers: list[int]) -> dict[int, int] | None:
         """Find another source for every reader of a unit that has no other; None: there is none."""
         found: dict[int, int] = {}
-        lone = [i for i in readers if self._nodes[i].reads == [gone]]
+        lone = [i for i in readers if [*self._nodes[i].reads] == [gone]]
         if not lone:
             return found
         pool = self._draft.pool(self._nodes[lone[0]].stage)
@@ -239,14 +251,14 @@ class Sequencer:
     def _read(self, reader: int, unit: int) -> None:
         """Let an Extend read a unit that stands."""
         if (maker := self._draft.maker[unit]) is not None:
-            self._nodes[reader].waits[maker] = (EdgeKind.STATE, READS, unit)
+            self._draft.waits[reader][maker] = (EdgeKind.STATE, READS, unit)
         if (ender := self._draft.ender[unit]) is not None:
-            self._nodes[ender].waits[reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
+            self._draft.waits[ender][reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
             self._open[ender].add(reader)
             self._wakes[reader].add(ender)
 
     def _wait(self, node: int, first: int, reason: Reason) -> None:
-        self._nodes[node].waits.setdefault(first, reason)
+        self._draft.waits[node].setdefault(first, reason)
         self._open[node].add(first)
         self._wakes[first].add(node)
 
@@ -275,7 +287,7 @@ class Sequencer:
                 self._let_go(i)
                 return i
         for i, node in enumerate(self._nodes):
-            if node.ended and not node.destroys and not self._taken[i] and there(node):
+            if node.ended and not self._destroys[i] and not self._taken[i] and there(node):
                 raise Dismantle(i)
         first = blocked[0]
         device = full[first]
@@ -285,7 +297,7 @@ class Sequencer:
     def _may_go(self, destroy: int) -> bool:
         """Whether a node is a Destroy that waits for nothing but the readers of its unit."""
         node = self._nodes[destroy]
-        if not node.destroys or node.park or self._taken[destroy]:
+        if not self._destroys[destroy] or node.park or self._taken[destroy]:
             return False
         unit = node.ended[0]
         return all(unit in self._nodes[i].reads for i in self._open[destroy])

@@ -43,7 +43,10 @@ def _dealt(
                 by_spot.setdefault(spot, []).append(i)
         far = []
         for unit in left:
-            near = {i for spot in where(places[unit]) if spot in by_spot for i in by_spot[spot]}
+            spots = where(places[unit])
+            near = set[int]()
+            if not by_spot.keys().isdisjoint(spots):
+                near.update(*[by_spot[spot] for spot in spots if spot in by_spot])
             i = min(near, key=lambda i: (len(shares[i]), i)) if near else -1
             if i >= 0 and len(shares[i]) < quota:
                 shares[i].append(unit)
@@ -66,4 +69,4 @@ def _devices(place: Place) -> Iterable[object]:
 
 
 def _nodes(place: Place) -> Iterable[object]:
-    return dict.fromkeys([d.node for d in place])
+    return {d.node for d in place}
