@@ -7,6 +7,7 @@ device by device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
 
 from nereus_core.cluster import Device
 
@@ -19,27 +20,17 @@ class Atoms:
     def __init__(self, groups: Iterable[Group]) -> None:
         """Split the devices; groups that are one object are looked at once."""
         self._groups = {id(group): group for group in groups}
-        owner: dict[Device, int] = {}
-        sizes: list[int] = []
-        for group in self._groups.values():
-            keys = set(map(owner.get, group))
-            for key in keys:
-                members = group if len(keys) == 1 else [d for d in group if owner.get(d) == key]
-                if key is not None:
-                    if sizes[key] == len(members):
-                        continue  # all of it is in the group: it stays one
-                    sizes[key] -= len(members)
-                owner.update(dict.fromkeys(members, len(sizes)))
-                sizes.append(len(members))
-        self._owner = owner
-        bits = {key: 1 << n for n, key in enumerate(dict.fromkeys(owner.values()))}
-        self._masks: dict[int, int] = {}
-        for name, group in self._groups.items():
-            first = owner[group[0]] if group else None
-            if first is not None and sizes[first] == len(group):
-                self._masks[name] = bits[first]
-            else:
-                self._masks[name] = sum([bits[key] for key in set(map(owner.__getitem__, group))])
+        distinct = [group for group in dict.fromkeys(self._groups.values()) if group]
+        numbers = chain.from_iterable(map(repeat, range(len(distinct)), map(len, distinct)))
+        self._owner = dict(zip(chain.from_iterable(distinct), numbers, strict=True))
+        """Devices, in the order in which they are met, and the key of their atom."""
+        masks = {(): 0, **{group: 1 << n for n, group in enumerate(distinct)}}
+        if len(self._owner) < sum(map(len, distinct)):  # else groups do not meet: atoms they are
+            self._owner = _refined(distinct)
+            bits = {key: 1 << n for n, key in enumerate(dict.fromkeys(self._owner.values()))}
+            for group in distinct:
+                masks[group] = sum([bits[k] for k in set(map(self._owner.__getitem__, group))])
+        self._masks = {name: masks[group] for name, group in self._groups.items()}
 
     def mask(self, group: Group) -> int:
         """Atoms of a group that was given."""
@@ -51,6 +42,23 @@ class Atoms:
         for device, key in self._owner.items():
             found.setdefault(key, []).append(device)
         return {1 << n: devices for n, devices in enumerate(found.values())}
+
+
+def _refined(groups: Iterable[Group]) -> dict[Device, int]:
+    """Split atoms by one group after another; returns the atom of every device."""
+    owner: dict[Device, int] = {}
+    sizes: list[int] = []
+    for group in groups:
+        keys = set(map(owner.get, group))
+        for key in keys:
+            members = group if len(keys) == 1 else [d for d in group if owner.get(d) == key]
+            if key is not None:
+                if sizes[key] == len(members):
+                    continue  # all of it is in the group: it stays one
+                sizes[key] -= len(members)
+            owner.update(dict.fromkeys(members, len(sizes)))
+            sizes.append(len(members))
+    return owner
 
 
 def bits(mask: int) -> Iterator[int]:

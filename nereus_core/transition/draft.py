@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,8 +63,8 @@ class Draft:
         Model-stages are in stage order.
         """
         self.nodes, self.stages, self.roster, self._pools = nodes, stages, roster, pools
-        self.waits: list[dict[int, Reason]] = [{} for _ in nodes]
-        """By node: nodes that must precede it, and why."""
+        self.waits: defaultdict[int, dict[int, Reason]] = defaultdict(dict)
+        """By node that waits: nodes that must precede it, and why."""
         self.maker: list[int | None] = [None] * len(roster)
         """By unit: the node that makes it."""
         self.ender: list[int | None] = [None] * len(roster)
@@ -162,11 +163,11 @@ class Draft:
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
         """Whether a node ends what another made, or what was made of that."""
-        makers = (self.maker[unit] for unit in self.nodes[later].ended)
-        return any(
-            maker is not None and (maker == earlier or self._goes_on_from(maker, earlier))
-            for maker in makers
-        )
+        for unit in self.nodes[later].ended:
+            maker = self.maker[unit]
+            if maker is not None and (maker == earlier or self._goes_on_from(maker, earlier)):
+                return True
+        return False
 
     # --- As it is read --------------------------------------------------------------------------
 

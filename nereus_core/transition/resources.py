@@ -24,8 +24,7 @@ class Ordered:
         place = {node: i for i, node in enumerate(sequence)}
         self._pairs: list[tuple[int, int]] = []
         for then, node in enumerate(sequence):
-            waits = draft.waits[node]
-            if waits:
+            if waits := draft.waits.get(node):
                 self._pairs += [(first, then) for first in sorted([place[w] for w in waits])]
 
     def pairs(self) -> Iterable[tuple[int, int]]:
@@ -133,7 +132,7 @@ def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> 
     ancestors: list[int] = []
     for i, name in enumerate(sequence):
         place[name] = i
-        waits = draft.waits[name]
+        waits = draft.waits.get(name, {})
         shared: dict[int, int] = {}
         rest = draft.touches(name)
         while rest:
@@ -146,6 +145,8 @@ def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> 
         known = 0
         for first in waits:
             known |= ancestors[place[first]] | 1 << place[first]
+        if shared:
+            waits = draft.waits[name]
         for j in sorted(shared, reverse=True):
             if known >> j & 1:
                 continue

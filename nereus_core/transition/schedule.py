@@ -65,8 +65,8 @@ def _with_surplus_last(draft: Draft, sequence: list[int]) -> list[tuple[int, ...
     A surplus unit is a copy of the stage's state: it goes when the others are what they shall be,
     unless the order given lets it go before, to make room.
     """
-    awaited = {first for waits in draft.waits for first in waits}
-    found = [tuple(waits) for waits in draft.waits]
+    awaited = {first for waits in draft.waits.values() for first in waits}
+    found = [tuple(draft.waits.get(i, ())) for i in range(len(draft.nodes))]
     before: defaultdict[int, list[int]] = defaultdict(list)
     for i in sequence:
         node = draft.nodes[i]

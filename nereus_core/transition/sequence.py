@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice
 
@@ -57,16 +58,15 @@ class Sequencer:
         """By stage that is not anchored: nodes taken that have made a unit which stays."""
         self._freed: list[list[int]] = [[] for _ in alive]
         """By stage: Destroys that go first as they are."""
-        self._open = [set(waits) for waits in draft.waits]
-        self._wakes: list[set[int]] = [set() for _ in self._nodes]
-        for i, waits in enumerate(self._open):
+        self._open = {i: set(waits) for i, waits in draft.waits.items()}
+        """By node: those it waits for that have not been taken."""
+        self._wakes: defaultdict[int, set[int]] = defaultdict(set)
+        """By node: those that wait for it."""
+        for i, waits in self._open.items():
             for first in waits:
                 self._wakes[first].add(i)
-        self._late = {
-            i: None
-            for i, (is_destroy, wakes) in enumerate(zip(self._destroys, self._wakes, strict=True))
-            if is_destroy and not wakes
-        }
+        ends = (i for i, is_destroy in enumerate(self._destroys) if is_destroy)
+        self._late = dict.fromkeys(i for i in ends if i not in self._wakes)
         """Destroys that nothing waits for, in order."""
         self._taken = [False] * len(self._nodes)
         self._ready: list[int] = []
@@ -87,22 +87,19 @@ class Sequencer:
             Dismantle: there is room once this Split or Merge is one no more.
         """
         early = len(self._nodes) - len(self._late)
-        self._ready = sorted(
-            self._rank(i)
-            for i, waits in enumerate(self._open)
-            if not waits and i not in self._late
-        )
+        free = (i for i in range(len(self._nodes)) if i not in self._open and i not in self._late)
+        self._ready = sorted(map(self._rank, free))
         done: list[int] = []
         while early:
             node = self._next()
             early -= node not in self._late
             done.append(node)
             self._take(node)
-            if self._wakes[node]:
-                for woken in sorted(self._wakes[node]):
-                    self._open[woken].discard(node)
-                    if not self._open[woken] and woken not in self._late:
-                        heapq.heappush(self._ready, self._rank(woken))
+            for woken in sorted(self._wakes.get(node, ())):
+                if waits := self._open.get(woken):
+                    waits.discard(node)
+                if not waits and woken not in self._late:
+                    heapq.heappush(self._ready, self._rank(woken))
         rest = [i for i in self._late if not self._taken[i]]
         for node in rest:
             self._take(node)
@@ -127,7 +124,7 @@ class Sequencer:
         while self._ready and found is None:
             rank = heapq.heappop(self._ready)
             i = rank % len(self._nodes)
-            if self._taken[i] or self._open[i]:
+            if self._taken[i] or self._open.get(i):
                 continue  # it has been let go first, or waits for a unit that is to be parked
             if self._room is None or self._room.blocked(self._nodes[i]) is None:
                 found = i
@@ -183,7 +180,7 @@ class Sequencer:
 
     def _circle(self) -> list[int]:
         """Follow open waits, the least first, until a node comes again; return the circle."""
-        while not self._open[self._lowest] or self._taken[self._lowest]:
+        while not self._open.get(self._lowest) or self._taken[self._lowest]:
             self._lowest += 1
         path: dict[int, None] = {}
         node = self._lowest
@@ -205,12 +202,12 @@ class Sequencer:
         """Put a Destroy before the Extends it waits for: they read others, or what it parks."""
         node = self._nodes[freed]
         unit = node.ended[0]
-        readers = sorted(self._open[freed])
+        readers = sorted(self._open.get(freed, ()))
         last = self._standing[node.stage] == 1
         instead = None if last else self._instead(unit, readers)
         node.park = instead is None
         self._standing[node.stage] -= 1
-        self._open[freed].clear()
+        self._open.pop(freed, None)
         for reader in readers:
             del self._draft.waits[freed][reader]
             self._wakes[reader].discard(freed)
@@ -254,12 +251,12 @@ class Sequencer:
             self._draft.waits[reader][maker] = (EdgeKind.STATE, READS, unit)
         if (ender := self._draft.ender[unit]) is not None:
             self._draft.waits[ender][reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
-            self._open[ender].add(reader)
+            self._open.setdefault(ender, set()).add(reader)
             self._wakes[reader].add(ender)
 
     def _wait(self, node: int, first: int, reason: Reason) -> None:
         self._draft.waits[node].setdefault(first, reason)
-        self._open[node].add(first)
+        self._open.setdefault(node, set()).add(first)
         self._wakes[first].add(node)
 
     # --- Memory ---------------------------------------------------------------------------------
@@ -275,7 +272,7 @@ class Sequencer:
             return any(not devices.isdisjoint(self._draft.roster.places[u]) for u in node.ended)
 
         for i in self._late:
-            if not self._taken[i] and not self._open[i] and there(self._nodes[i]):
+            if not self._taken[i] and not self._open.get(i) and there(self._nodes[i]):
                 return i
         for i in blocked:
             node = self._nodes[i]
@@ -300,4 +297,4 @@ class Sequencer:
         if not self._destroys[destroy] or node.park or self._taken[destroy]:
             return False
         unit = node.ended[0]
-        return all(unit in self._nodes[i].reads for i in self._open[destroy])
+        return all(unit in self._nodes[i].reads for i in self._open.get(destroy, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from nereus_core.transition.roster import Place
 
@@ -35,24 +36,31 @@ def _dealt(
     """Deal sources, at least as many as targets, evenly."""
     shares: list[list[int]] = [[] for _ in targets]
     quota = len(sources) // len(targets)
-    left: Sequence[int] = sources
-    for where in (_devices, _nodes):
-        by_spot: dict[object, list[int]] = {}
-        for i, target in enumerate(targets):
-            for spot in where(places[target]):
-                by_spot.setdefault(spot, []).append(i)
-        far = []
-        for unit in left:
-            spots = where(places[unit])
-            near = set[int]()
-            if not by_spot.keys().isdisjoint(spots):
-                near.update(*[by_spot[spot] for spot in spots if spot in by_spot])
-            i = min(near, key=lambda i: (len(shares[i]), i)) if near else -1
-            if i >= 0 and len(shares[i]) < quota:
-                shares[i].append(unit)
-            else:
-                far.append(unit)
-        left = far
+    by_device = {d: (i,) for i, target in enumerate(targets) for d in places[target]}
+    by_node: dict[str, list[int]] = {}
+    for i, target in enumerate(targets):
+        for node in _nodes(places[target]):
+            by_node.setdefault(node, []).append(i)
+
+    def deal(unit: int, near: Iterable[Iterable[int]]) -> bool:
+        """Give a unit to the first of those that have fewest, unless these have enough."""
+        i = min(set(chain(*near)), key=lambda i: (len(shares[i]), i))
+        hungry = len(shares[i]) < quota
+        if hungry:
+            shares[i].append(unit)
+        return hungry
+
+    far = []
+    for unit in sources:
+        place = places[unit]
+        meets = not by_device.keys().isdisjoint(place)
+        if not (meets and deal(unit, [by_device[d] for d in place if d in by_device])):
+            far.append(unit)
+    left = []
+    for unit in far:
+        near = [by_node[node] for node in _nodes(places[unit]) if node in by_node]
+        if not (near and deal(unit, near)):
+            left.append(unit)
     # The rest to those that have fewest.
     hungry = (share for rank in range(quota + 1) for share in shares if len(share) <= rank)
     for unit, share in zip(left, hungry, strict=False):  # either may be at its end
@@ -64,9 +72,5 @@ def _dealt(
     return shares
 
 
-def _devices(place: Place) -> Iterable[object]:
-    return place
-
-
-def _nodes(place: Place) -> Iterable[object]:
+def _nodes(place: Place) -> set[str]:
     return {d.node for d in place}
