@@ -137,21 +137,21 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     problems += [
         f"{stage} is not part of {job.workload.algorithm}" for stage in sorted(set(plan) - wanted)
     ]
+    held = {id(p.units): set(chain.from_iterable(p.units)) for p in plan.values()}  # shared, once
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
+        distinct, listed = held[id(placement.units)], sum(map(len, placement.units))
         problems += [f"{stage}: {p}" for p in stage_problems(job, stage, placement.layout)]
-        listed = list(chain.from_iterable(placement.units))
-        distinct = set(listed)
         if not placement.units:
             problems.append(f"{stage} has no unit")
         elif job.global_batch % placement.dp:
             problems.append(f"{stage}: dp={placement.dp} does not divide batch {job.global_batch}")
-        if len(listed) != len(distinct):
+        if listed != len(distinct):
             problems.append(f"{stage}: a device is in two units")
         if set(map(len, placement.units)) - {placement.layout.num_devices}:
             problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
         problems += [f"{stage}: {d} is not healthy" for d in sorted(distinct - healthy)]
-        if listed and (problem := job.share_problem(stage, len(listed), placement.dp)):
+        if listed and (problem := job.share_problem(stage, listed, placement.dp)):
             problems.append(f"{stage}: {problem}")
     return (*problems, *place_problems(plan, job))
 

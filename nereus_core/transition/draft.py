@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import or_
 
 from nereus_core.cluster import Device
 from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Primitive, Split
@@ -103,11 +104,12 @@ class Draft:
         """Units that Extends of a stage may read."""
         return self._pools[stage]
 
-    def touches(self, i: int) -> int:
-        """Atoms that take part in a node: of units ended, made and read."""
-        found = self.takes[i] | self.leaves[i]
-        for unit in self.nodes[i].reads:
-            found |= self._atoms.mask(self.roster.places[unit])
+    def touches(self) -> list[int]:
+        """Atoms that take part, by node: of units ended, made and read."""
+        found = list(map(or_, self.takes, self.leaves))
+        for i, node in enumerate(self.nodes):
+            for unit in node.reads:
+                found[i] |= self._atoms.mask(self.roster.places[unit])
         return found
 
     def add_state_edges(self) -> None:

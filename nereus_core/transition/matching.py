@@ -120,11 +120,10 @@ def _candidates(
             shared = _counted(own, taker)
             touched.update(shared)
             cut = [i for i, n in shared.items() if n == len(places[i])]
-        if cut:
             inside.update(cut)
+        if cut:
             found.append(InPlace((unit,), tuple([places[i] for i in cut]), layout, True))
-    # A place inside one unit is that one's alone.
-    if touched <= inside:
+    if touched <= inside:  # a place inside one unit is that one's alone
         return found
     holder = {d: unit for unit in left for d in units.places[unit]}
     for i in sorted(touched - inside):

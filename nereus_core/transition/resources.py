@@ -21,7 +21,9 @@ class Ordered:
     def __init__(self, draft: Draft, sequence: list[int], prefix: str) -> None:
         """Keep the draft, which does not change any more; op ids are ``prefix/0`` ..."""
         self._draft, self._sequence, self._prefix = draft, sequence, prefix
-        place = {node: i for i, node in enumerate(sequence)}
+        place = [0] * len(sequence)
+        for i, node in enumerate(sequence):
+            place[node] = i
         self._pairs: list[tuple[int, int]] = []
         for then, node in enumerate(sequence):
             if waits := draft.waits.get(node):
@@ -130,11 +132,12 @@ def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> 
     last: dict[int, int] = {}
     place = [0] * len(sequence)
     ancestors: list[int] = []
+    touches = draft.touches()
     for i, name in enumerate(sequence):
         place[name] = i
         waits = draft.waits.get(name, {})
         shared: dict[int, int] = {}
-        rest = draft.touches(name)
+        rest = touches[name]
         while rest:
             bit = rest & -rest
             rest ^= bit
@@ -142,11 +145,13 @@ def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> 
             if before is not None:
                 shared[before] = shared.get(before, 0) | bit
             last[bit] = i
+        if not waits and not shared:
+            ancestors.append(0)
+            continue
         known = 0
         for first in waits:
             known |= ancestors[place[first]] | 1 << place[first]
-        if shared:
-            waits = draft.waits[name]
+        waits = draft.waits[name]
         for j in sorted(shared, reverse=True):
             if known >> j & 1:
                 continue

@@ -47,7 +47,7 @@ def soonest(
     if not 2 < len(nodes) <= _MOST:
         return sequence
     seconds = _seconds(draft, standing, job)
-    masks = [draft.touches(i) for i in range(len(nodes))]
+    masks = draft.touches()
     waits = _with_surplus_last(draft, sequence)
 
     def fresh() -> Callable[[int], bool]:
