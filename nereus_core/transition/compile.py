@@ -6,15 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 from nereus_core.cluster import Device
 from nereus_core.errors import StateLost
-from nereus_core.layout import Layout
-from nereus_core.plan import Placement, Plan, check_plan
+from nereus_core.plan import Plan, check_plan
 from nereus_core.primitives import Kind
-from nereus_core.transition.draft import Node
 from nereus_core.transition.graph import TransitionGraph
 from nereus_core.transition.matching import Held, Match, match
 from nereus_core.transition.resources import ordered
-from nereus_core.transition.roster import Place, Roster
-from nereus_core.transition.sharing import shared
+from nereus_core.transition.room import is_ample
+from nereus_core.transition.roster import Roster
+from nereus_core.transition.stage_draft import StageDraft
 from nereus_core.units import UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
@@ -63,14 +62,14 @@ def compile_transition(
     roster, matching = Roster(), _Matching(job, target, forbidden)
     drafted = []
     for number, stage in enumerate(job.workload.stages):
-        there = roster.add(stage, alive.of(stage))
+        there = roster.add(alive.of(stage))
         serial = max(units.next_serial(stage), (serials or {}).get(stage, 0))
         found = matching.of(stage, roster, there)
-        drafted.append(_StageDraft(number, stage, there, found, target[stage], roster, serial))
+        drafted.append(StageDraft(number, stage, there, found, target[stage], roster, serial))
     pools = [_pool(draft, drafted, parked, roster, job) for draft in drafted]
     nodes = [n for d, pool in zip(drafted, pools, strict=True) for n in d.nodes(pool, roster)]
-    standing, made = [d.there for d in drafted], [d.made for d in drafted]
-    steps = ordered(nodes, pools, standing, made, roster, job, prefix)
+    tight = not is_ample(job, [d.layouts_before for d in drafted], [d.layouts_made for d in drafted])
+    steps = ordered(nodes, pools, [d.there for d in drafted], roster, job, prefix, tight=tight)
     return TransitionGraph(prefix, alive, steps, parked)
 
 
@@ -97,70 +96,8 @@ class _Matching:
         return found
 
 
-class _StageDraft:
-    """The primitives of one model-stage, and the units that hold its state, by number."""
-
-    def __init__(
-        self,
-        number: int,
-        stage: ModelStage,
-        there: range,
-        found: Match,
-        target: Placement,
-        roster: Roster,
-        serial: int,
-    ) -> None:
-        """Number the units to be made, with serials from ``serial`` up, and draft the primitives.
-
-        ``there`` are the units of the stage before.
-        """
-        self.stage, self.there, self._number = stage, there, number
-        self._in_place: list[Node] = []
-        stay = [there[i] for i in found.kept]
-        places: list[Place] = []
-        layouts: list[Layout] = []
-        end = len(roster)
-        for change in found.in_place:
-            start, end = end, end + len(change.places)
-            made = range(start, end)
-            places += change.places
-            layouts += [change.layout] * len(made)
-            kind = Kind.SPLIT if change.is_split else Kind.MERGE
-            parents = tuple(map(there.__getitem__, change.parents))
-            self._in_place.append(Node(kind, number, parents, made))
-            if change.bridge_to is not None:
-                start, end = end, end + 1
-                whole = range(start, end)
-                places.append(change.bridge_to)
-                layouts.append(target.layout)
-                self._in_place.append(Node(Kind.MERGE, number, made, whole))
-                made = whole
-            stay += made
-        self.new = range(end, end + len(found.new))
-        places += found.new
-        layouts += [target.layout] * len(found.new)
-        self.made = roster.make(stage, serial, layouts, places)
-        self._surplus = [there[i] for i in found.surplus]
-        self.held = (*stay, *self._surplus)
-        """Units that hold the state without an Extend: kept, made in place, surplus."""
-        self.final = (*stay, *self.new)
-        """Units of the target."""
-
-    def nodes(self, pool: Sequence[int], roster: Roster) -> list[Node]:
-        """Draft all primitives, given the units that an Extend may read; none: the origin."""
-        reads: Sequence[Sequence[int]] = [()] * len(self.new)
-        if pool:
-            reads = shared(pool, self.new, roster.places)
-        extends = [
-            Node(Kind.EXTEND, self._number, made=(unit,), reads=sources)
-            for unit, sources in zip(self.new, reads, strict=True)
-        ]
-        ends = [Node(Kind.DESTROY, self._number, (unit,)) for unit in self._surplus]
-        return [*self._in_place, *extends, *ends]
-
-
 def _pool(
-    draft: _StageDraft, drafted: Sequence[_StageDraft], parked: UnitMap, roster: Roster, job: Job
+    draft: StageDraft, drafted: Sequence[StageDraft], parked: UnitMap, roster: Roster, job: Job
 ) -> Sequence[int]:
     """Units to extend a stage from: its own, else the final ones of the train stage it follows.
 
@@ -173,7 +110,7 @@ def _pool(
     if draft.held:
         return draft.held
     if own := parked.of(stage):
-        return roster.add(stage, own)
+        return roster.add(own)
     node = job.workload.node(stage)
     train = next((d for d in drafted if d.stage == node.weights_from), None)
     if train is not None and (train.held or parked.of(train.stage)):

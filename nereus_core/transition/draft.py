@@ -41,8 +41,12 @@ class Node:
     kind: Kind
     stage: int
     """Position of its model-stage in stage order."""
-    ended: Sequence[int] = ()
-    made: Sequence[int] = ()
+    ended: Sequence[int]
+    made: Sequence[int]
+    left: Group
+    """Devices of the units it ends."""
+    taken: Group
+    """Devices of the units it makes: the same object where these are the same devices."""
     reads: Sequence[int] = ()
     """Sources of an Extend, in order; none: the origin."""
     park: bool = False
@@ -75,27 +79,13 @@ class Draft:
                 self.maker[unit] = i
             for unit in node.ended:
                 self.ender[unit] = i
-        left, taken = self._changed()
         read = [roster.places[unit] for unit in self._readable()]
+        left, taken = [node.left for node in nodes], [node.taken for node in nodes]
         self._atoms = Atoms([*read, *left, *taken])
         self.leaves = list(map(self._atoms.mask, left))
         """By node: atoms of the units it ends."""
         self.takes = list(map(self._atoms.mask, taken))
         """By node: atoms of the units it makes."""
-
-    def _changed(self) -> tuple[list[Group], list[Group]]:
-        """Return, by node, the devices it leaves and those it takes: one object where all stay."""
-        places = self.roster.places
-        left, taken = [], []
-        for node in self.nodes:
-            ended, made = node.ended, node.made
-            leaves = _joined(places, ended)
-            # Units made, and units ended, are of one layout; a Split or Merge lies within its
-            # parents' devices, or around them.
-            stays = ended and made and len(made) * len(places[made[0]]) == len(leaves)
-            left.append(leaves)
-            taken.append(leaves if stays else _joined(places, made))
-        return left, taken
 
     def _readable(self) -> Iterable[int]:
         return chain.from_iterable({id(pool): pool for pool in self._pools}.values())
@@ -114,10 +104,10 @@ class Draft:
 
     def add_state_edges(self) -> None:
         """A unit is made before it is read or changed further, and read before it ends."""
+        for unit, (maker, ender) in enumerate(zip(self.maker, self.ender, strict=True)):
+            if maker is not None and ender is not None:
+                self.waits[ender][maker] = (EdgeKind.STATE, GOES_ON, unit)
         for i, node in enumerate(self.nodes):
-            for unit in node.ended:
-                if (maker := self.maker[unit]) is not None:
-                    self.waits[i][maker] = (EdgeKind.STATE, GOES_ON, unit)
             for unit in node.reads:
                 self.add_reading(i, unit)
 
@@ -140,28 +130,26 @@ class Draft:
         comes, leaves = [0] * len(self.stages), [0] * len(self.stages)
         acquirers: list[tuple[int, int]] = []
         releasers: dict[int, list[tuple[int, int]]] = {}
-        for i, (node, takes, left) in enumerate(
-            zip(self.nodes, self.takes, self.leaves, strict=True)
-        ):
+        for i, (takes, left) in enumerate(zip(self.takes, self.leaves, strict=True)):
             if takes == left:
                 continue
+            stage = self.nodes[i].stage
             if acquired := takes & ~left:
-                comes[node.stage] |= acquired
+                comes[stage] |= acquired
                 acquirers.append((i, acquired))
             if released := left & ~takes:
-                leaves[node.stage] |= released
+                leaves[stage] |= released
                 for bit in bits(released):
-                    releasers.setdefault(bit, []).append((i, node.stage))
+                    releasers.setdefault(bit, []).append((i, stage))
         for i, acquired in acquirers:
-            node, by_node = self.nodes[i], dict[int, int]()
+            own, by_node = self.nodes[i].stage, dict[int, int]()
             for bit in bits(acquired):
                 for first, stage in releasers.get(bit, ()):
-                    if stage == node.stage or not bit & (comes[stage] | leaves[node.stage]):
+                    if stage == own or not bit & (comes[stage] | leaves[own]):
                         by_node[first] = by_node.get(first, 0) | bit
             for first, shared in by_node.items():
-                if self._goes_on_from(first, i):
-                    continue  # what it releases is what this node acquires first
-                self.waits[i].setdefault(first, (EdgeKind.RELEASE, RELEASED, shared))
+                if not self._goes_on_from(first, i):  # else it releases what this one acquires
+                    self.waits[i].setdefault(first, (EdgeKind.RELEASE, RELEASED, shared))
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
         """Whether a node ends what another made, or what was made of that."""
@@ -219,10 +207,3 @@ class Draft:
         units = dict.fromkeys(chain(self._readable(), changed))
         groups = Atoms(self.roster.places[unit] for unit in units).devices().values()
         return {device: turn for turn, device in enumerate(chain.from_iterable(groups))}
-
-
-def _joined(places: Sequence[Group], units: Sequence[int]) -> Group:
-    """Return the devices of units; those of one unit are its own tuple."""
-    if len(units) == 1:
-        return places[units[0]]
-    return tuple(chain.from_iterable([places[unit] for unit in units]))

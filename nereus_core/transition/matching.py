@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from nereus_core.cluster import Device
 from nereus_core.cost.transition import shared_elements
@@ -33,6 +34,16 @@ class InPlace:
     """Whether it stays on the devices of one parent."""
     bridge_to: Place | None = None
     """Where the unit made grows on to, in the target's layout: its place was held in part only."""
+    left: Place = ()
+    """Devices of the parents; with those taken, known once the change is chosen."""
+    taken: Place = ()
+    """Devices of the units made: the same object where these are the same devices."""
+
+    def note_devices(self, units: Held) -> None:
+        """Fill in which devices are left and taken."""
+        self.left = self.taken = _joined([units.places[parent] for parent in self.parents])
+        if sum(map(len, self.places)) != len(self.left):  # within the parents', or around them
+            self.taken = _joined(self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,9 @@ def match(
                 chosen.append(bridge)
                 del free_places[bridge.bridge_to]
                 left = [unit for unit in left if unit not in gone]
+    for change in chosen:
+        if not change.left:
+            change.note_devices(units)
     return Match(tuple(kept), tuple(chosen), tuple(free_places), tuple(left))
 
 
@@ -115,14 +129,17 @@ def _candidates(
     for unit in left:
         own = units.places[unit]
         cut = _cut_in_order(own, places, starts)
-        if cut is None:
+        if cut is not None:
+            into = tuple([places[i] for i in cut])
+            found.append(InPlace((unit,), into, layout, True, None, own, own))
+        else:
             taker = taker or {d: i for i, place in enumerate(places) for d in place}
             shared = _counted(own, taker)
             touched.update(shared)
             cut = [i for i, n in shared.items() if n == len(places[i])]
-            inside.update(cut)
-        if cut:
-            found.append(InPlace((unit,), tuple([places[i] for i in cut]), layout, True))
+            if cut:
+                inside.update(cut)
+                found.append(InPlace((unit,), tuple([places[i] for i in cut]), layout, True))
     if touched <= inside:  # a place inside one unit is that one's alone
         return found
     holder = {d: unit for unit in left for d in units.places[unit]}
@@ -157,6 +174,11 @@ def _cut_in_order(
         found.append(i)
         at += len(places[i])
     return found
+
+
+def _joined(places: Sequence[Place]) -> Place:
+    """Return the devices of places; those of one are its own tuple."""
+    return places[0] if len(places) == 1 else tuple(chain.from_iterable(places))
 
 
 def _counted(devices: Place, owner: Mapping[Device, int]) -> dict[int, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from nereus_core.primitives import Kind, OpId, Primitive
 from nereus_core.transition.draft import BOTH_USE, MAKES_ROOM, Draft, Node, Reason
 from nereus_core.transition.graph import Edge, EdgeKind
-from nereus_core.transition.room import Room, is_ample
+from nereus_core.transition.room import Room
 from nereus_core.transition.roster import Roster
 from nereus_core.transition.schedule import soonest
 from nereus_core.transition.sequence import Dismantle, Sequencer
@@ -18,16 +19,14 @@ from nereus_core.workload import Job
 class Ordered:
     """Nodes of a draft in the order found: the steps of a graph, wrapped when they are read."""
 
-    def __init__(self, draft: Draft, sequence: list[int], prefix: str) -> None:
-        """Keep the draft, which does not change any more; op ids are ``prefix/0`` ..."""
-        self._draft, self._sequence, self._prefix = draft, sequence, prefix
-        place = [0] * len(sequence)
-        for i, node in enumerate(sequence):
-            place[node] = i
-        self._pairs: list[tuple[int, int]] = []
-        for then, node in enumerate(sequence):
-            if waits := draft.waits.get(node):
-                self._pairs += [(first, then) for first in sorted([place[w] for w in waits])]
+    def __init__(
+        self, draft: Draft, sequence: list[int], pairs: list[tuple[int, int]], prefix: str
+    ) -> None:
+        """Keep the draft, which does not change any more; op ids are ``prefix/0`` ...
+
+        Pairs are the positions in the sequence that edges join.
+        """
+        self._draft, self._sequence, self._pairs, self._prefix = draft, sequence, pairs, prefix
 
     def pairs(self) -> Iterable[tuple[int, int]]:
         """See `graph.Steps`."""
@@ -58,10 +57,11 @@ def ordered(
     nodes: list[Node],
     pools: Sequence[Sequence[int]],
     standing: Sequence[range],
-    made: Sequence[range],
     roster: Roster,
     job: Job,
     prefix: str,
+    *,
+    tight: bool,
 ) -> Ordered:
     """Order primitives and number them in that order.
 
@@ -69,15 +69,15 @@ def ordered(
         nodes: Primitives without edges.
         pools: By stage: units that its Extends may read.
         standing: By stage: units alive before.
-        made: By stage: units that the nodes make.
         roster: All units.
         job: The job they run: model-stages in stage order, shapes, capacity of a device.
         prefix: Of the ids given.
+        tight: Whether memory has to be watched device by device.
 
     Raises:
         Infeasible: new shards find no room on a device, whatever is staged or parked.
     """
-    room = None if is_ample(job, roster, standing, made) else Room(job, roster, standing)
+    room = Room(job, roster, standing) if tight else None
     while True:
         draft = Draft(nodes, pools, job.workload.stages, roster)
         draft.add_state_edges()
@@ -87,18 +87,18 @@ def ordered(
             sequence = sequencer.sequence()
             break
         except Dismantle as found:
-            nodes = _dismantled(nodes, found.node)
+            nodes = _dismantled(nodes, found.node, roster)
     sequence = soonest(draft, sequence, standing, job, room)
-    _add_device_edges(draft, sequence, sequencer.squeezed)
-    return Ordered(draft, sequence, prefix)
+    pairs = _add_device_edges(draft, sequence, sequencer.squeezed)
+    return Ordered(draft, sequence, pairs, prefix)
 
 
-def _dismantled(nodes: list[Node], which: int) -> list[Node]:
+def _dismantled(nodes: list[Node], which: int, roster: Roster) -> list[Node]:
     """Park the units of a Split or Merge, and extend from host memory; forget edges and choices.
 
     A unit that an Extend makes only on the way to it is left out: what that reads is read instead.
     """
-    ends = set(nodes[which].ended)
+    ends, places = set(nodes[which].ended), roster.places
     on_the_way = {
         node.made[0]: node.reads
         for node in nodes
@@ -113,22 +113,28 @@ def _dismantled(nodes: list[Node], which: int) -> list[Node]:
     for i, node in enumerate(nodes):
         if i == which:
             kept = [unit for unit in node.ended if unit not in on_the_way]
-            fresh += [Node(Kind.DESTROY, node.stage, (unit,), park=True) for unit in kept]
             fresh += [
-                Node(Kind.EXTEND, node.stage, made=(unit,), reads=read(node.ended))
+                Node(Kind.DESTROY, node.stage, (unit,), (), places[unit], (), park=True)
+                for unit in kept
+            ]
+            fresh += [
+                Node(Kind.EXTEND, node.stage, (), (unit,), (), places[unit], read(node.ended))
                 for unit in node.made
             ]
         elif not any(unit in on_the_way for unit in node.made):
-            fresh.append(Node(node.kind, node.stage, node.ended, node.made, read(node.reads)))
+            fresh.append(replace(node, reads=read(node.reads), park=False, staging_bytes=None))
     return fresh
 
 
-def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> None:
+def _add_device_edges(
+    draft: Draft, sequence: list[int], squeezed: set[int]
+) -> list[tuple[int, int]]:
     """Order primitives that share a device as the sequence does; drop edges others imply.
 
     Each follows the last one before it on every device. Release edges all stay: they are what a
-    reader of the graph asks for.
+    reader of the graph asks for. Returns the positions that edges join, in order.
     """
+    pairs: list[tuple[int, int]] = []
     last: dict[int, int] = {}
     place = [0] * len(sequence)
     ancestors: list[int] = []
@@ -162,13 +168,22 @@ def _add_device_edges(draft: Draft, sequence: list[int], squeezed: set[int]) -> 
                 waits[first] = (EdgeKind.ORDER, BOTH_USE, shared[j])
             known |= ancestors[j] | 1 << j
         ancestors.append(known)
-        if len(waits) > 1:
-            _drop_implied(waits, ancestors, place)
+        kept = _without_implied(waits, ancestors, [place[first] for first in waits], sequence)
+        pairs += [(first, i) for first in kept]
+    return pairs
 
 
-def _drop_implied(waits: dict[int, Reason], ancestors: list[int], place: list[int]) -> None:
-    covered = 0
-    for first in sorted(waits, key=place.__getitem__, reverse=True):
-        if covered >> place[first] & 1 and waits[first][0] is not EdgeKind.RELEASE:
-            del waits[first]
-        covered |= ancestors[place[first]]
+def _without_implied(
+    waits: dict[int, Reason], ancestors: list[int], places: list[int], sequence: list[int]
+) -> list[int]:
+    """Drop edges that others imply; returns the places of nodes that are left, in order."""
+    if len(places) == 1:
+        return places
+    covered, kept = 0, []
+    for j in sorted(places, reverse=True):
+        if covered >> j & 1 and waits[sequence[j]][0] is not EdgeKind.RELEASE:
+            del waits[sequence[j]]
+        else:
+            kept.append(j)
+        covered |= ancestors[j]
+    return kept[::-1]

@@ -120,18 +120,18 @@ class Room:
 
 
 def is_ample(
-    job: Job, roster: Roster, standing: Sequence[range], made: Sequence[range]
+    job: Job, before: Sequence[Iterable[Layout]], made: Sequence[Iterable[Layout]]
 ) -> bool:
     """Whether all that is there before and all that is made fit together on any one device.
 
     Every stage is charged with its fullest shard of any layout, before and after: no order of the
     primitives can come near the capacity then, and none has to be followed device by device.
+    Layouts are given by stage.
     """
     total = 0
-    for stage, *both in zip(job.workload.stages, standing, made, strict=True):
+    for stage, *both in zip(job.workload.stages, before, made, strict=True):
         each, model = job.precision.kept_bytes(stage.stage), job.model(stage)
-        for units in both:
-            layouts = roster.layouts[units.start : units.stop]
+        for layouts in both:
             alike = {id(layout): layout for layout in layouts}  # quicker than to hash hundreds
             fullest = (max(rank_elements(model, layout)) for layout in alike.values())
             total += each * max(fullest, default=0)

@@ -6,7 +6,9 @@ while it is being decided a unit is a number, and it becomes a `Unit` when someb
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
@@ -23,42 +25,40 @@ class Roster:
     def __init__(self) -> None:
         self.places: list[Place] = []
         self.layouts: list[Layout] = []
-        self._stages: list[ModelStage] = []
-        self._serials: list[int] = []
         self._units: dict[int, Unit] = {}
+        self._made: list[tuple[int, ModelStage, int]] = []
+        """First number, model-stage and first serial of units to be made, run by run."""
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def add(self, stage: ModelStage, units: Sequence[Unit]) -> range:
+    def add(self, units: Sequence[Unit]) -> range:
         """Number units that there are."""
         first = len(self.places)
         self._units.update(enumerate(units, first))
         self.places += [u.devices for u in units]
         self.layouts += [u.layout for u in units]
-        self._stages += [stage] * len(units)
-        self._serials += [u.id.serial for u in units]
         return range(first, len(self.places))
 
     def make(
         self, stage: ModelStage, serial: int, layouts: Sequence[Layout], places: Sequence[Place]
-    ) -> range:
+    ) -> None:
         """Number units to be made, which take serials from ``serial`` up."""
-        first = len(self.places)
+        self._made.append((len(self.places), stage, serial))
         self.places += places
         self.layouts += layouts
-        self._stages += [stage] * len(places)
-        self._serials += range(serial, serial + len(places))
-        return range(first, len(self.places))
 
     def id(self, number: int) -> UnitId:
         """Name a unit."""
-        return UnitId(self._stages[number], self._serials[number])
+        if number in self._units:
+            return self._units[number].id
+        run = bisect_right(self._made, number, key=itemgetter(0))
+        first, stage, serial = self._made[run - 1]
+        return UnitId(stage, serial + number - first)
 
     def unit(self, number: int) -> Unit:
         """Return a unit as a value, the same one every time."""
-        found = self._units.get(number)
-        if found is None:
-            found = Unit(self.id(number), self.layouts[number], self.places[number])
-            self._units[number] = found
-        return found
+        if number not in self._units:
+            place = self.places[number]
+            self._units[number] = Unit(self.id(number), self.layouts[number], place)
+        return self._units[number]
