@@ -7,7 +7,7 @@ device by device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, repeat
+from itertools import chain
 
 from nereus_core.cluster import Device
 
@@ -21,27 +21,23 @@ class Atoms:
         """Split the devices; groups that are one object are looked at once."""
         self._groups = {id(group): group for group in groups}
         distinct = [group for group in dict.fromkeys(self._groups.values()) if group]
-        numbers = chain.from_iterable(map(repeat, range(len(distinct)), map(len, distinct)))
-        self._owner = dict(zip(chain.from_iterable(distinct), numbers, strict=True))
-        """Devices, in the order in which they are met, and the key of their atom."""
-        masks = {(): 0, **{group: 1 << n for n, group in enumerate(distinct)}}
-        if len(self._owner) < sum(map(len, distinct)):  # else groups do not meet: atoms they are
-            self._owner = _refined(distinct)
-            bits = {key: 1 << n for n, key in enumerate(dict.fromkeys(self._owner.values()))}
+        self._atoms: list[Group] = distinct
+        masks = {group: 1 << n for n, group in enumerate(distinct)}
+        if len(set(chain.from_iterable(distinct))) < sum(map(len, distinct)):
+            owner = _refined(distinct)  # else groups do not meet, and are the atoms
+            self._atoms = _by_atom(owner)
+            bits = {owner[atom[0]]: 1 << n for n, atom in enumerate(self._atoms)}
             for group in distinct:
-                masks[group] = sum([bits[k] for k in set(map(self._owner.__getitem__, group))])
-        self._masks = {name: masks[group] for name, group in self._groups.items()}
+                masks[group] = sum([bits[key] for key in set(map(owner.__getitem__, group))])
+        self._masks = {name: masks.get(group, 0) for name, group in self._groups.items()}
 
     def mask(self, group: Group) -> int:
         """Atoms of a group that was given."""
         return self._masks[id(group)]
 
-    def devices(self) -> dict[int, list[Device]]:
+    def devices(self) -> dict[int, Group]:
         """Devices by atom, as bits from the first up; both in the order in which they were met."""
-        found: dict[int, list[Device]] = {}
-        for device, key in self._owner.items():
-            found.setdefault(key, []).append(device)
-        return {1 << n: devices for n, devices in enumerate(found.values())}
+        return {1 << n: atom for n, atom in enumerate(self._atoms)}
 
 
 def _refined(groups: Iterable[Group]) -> dict[Device, int]:
@@ -59,6 +55,13 @@ def _refined(groups: Iterable[Group]) -> dict[Device, int]:
             owner.update(dict.fromkeys(members, len(sizes)))
             sizes.append(len(members))
     return owner
+
+
+def _by_atom(owner: dict[Device, int]) -> list[Group]:
+    found: dict[int, list[Device]] = {}
+    for device, key in owner.items():
+        found.setdefault(key, []).append(device)
+    return list(map(tuple, found.values()))
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -68,7 +68,8 @@ def compile_transition(
         drafted.append(StageDraft(number, stage, there, found, target[stage], roster, serial))
     pools = [_pool(draft, drafted, parked, roster, job) for draft in drafted]
     nodes = [n for d, pool in zip(drafted, pools, strict=True) for n in d.nodes(pool, roster)]
-    tight = not is_ample(job, [d.layouts_before for d in drafted], [d.layouts_made for d in drafted])
+    before, made = [d.layouts_before for d in drafted], [d.layouts_made for d in drafted]
+    tight = not is_ample(job, before, made)
     steps = ordered(nodes, pools, [d.there for d in drafted], roster, job, prefix, tight=tight)
     return TransitionGraph(prefix, alive, steps, parked)
 

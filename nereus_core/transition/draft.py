@@ -197,7 +197,7 @@ class Draft:
         return {}
 
     @cached_property
-    def _by_atom(self) -> dict[int, list[Device]]:
+    def _by_atom(self) -> dict[int, Group]:
         return self._atoms.devices()
 
     @cached_property

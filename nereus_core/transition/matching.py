@@ -117,28 +117,25 @@ def match(
     return Match(tuple(kept), tuple(chosen), tuple(free_places), tuple(left))
 
 
-def _candidates(
-    units: Held, left: list[int], places: list[Place], layout: Layout
-) -> list[InPlace]:
+def _candidates(units: Held, left: list[int], places: list[Place], layout: Layout) -> list[InPlace]:
     """List every Split, growth and Merge between these units and places."""
     taker: dict[Device, int] = {}
-    starts = {place[0]: i for i, place in enumerate(places)}
+    starts = {place[0]: place for place in places}
     found: list[InPlace] = []
     inside: set[int] = set()
     touched: set[int] = set()
     for unit in left:
         own = units.places[unit]
-        cut = _cut_in_order(own, places, starts)
-        if cut is not None:
-            into = tuple([places[i] for i in cut])
+        into = _cut_in_order(own, starts)
+        if into:
             found.append(InPlace((unit,), into, layout, True, None, own, own))
         else:
             taker = taker or {d: i for i, place in enumerate(places) for d in place}
             shared = _counted(own, taker)
             touched.update(shared)
             cut = [i for i, n in shared.items() if n == len(places[i])]
+            inside.update(cut)
             if cut:
-                inside.update(cut)
                 found.append(InPlace((unit,), tuple([places[i] for i in cut]), layout, True))
     if touched <= inside:  # a place inside one unit is that one's alone
         return found
@@ -158,22 +155,22 @@ def _candidates(
     return found
 
 
-def _cut_in_order(
-    devices: Place, places: Sequence[Place], starts: Mapping[Device, int]
-) -> list[int] | None:
-    """Return the places that devices consist of, one after another; None where they do not.
+def _cut_in_order(devices: Place, starts: Mapping[Device, Place]) -> tuple[Place, ...]:
+    """Return the places that devices consist of, one after another; () where they do not.
 
     So it is with most changes of layout, and it takes a look at each place, not at each device.
     """
-    found: list[int] = []
-    at = 0
-    while at < len(devices):
-        i = starts.get(devices[at])
-        if i is None or devices[at : at + len(places[i])] != places[i]:
-            return None
-        found.append(i)
-        at += len(places[i])
-    return found
+    found: list[Place] = []
+    at, end = 0, len(devices)
+    while at < end:
+        place = starts.get(devices[at])
+        if place is None:
+            return ()
+        start, at = at, at + len(place)
+        if devices[start:at] != place:
+            return ()
+        found.append(place)
+    return tuple(found)
 
 
 def _joined(places: Sequence[Place]) -> Place:

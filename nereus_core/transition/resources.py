@@ -154,9 +154,11 @@ def _add_device_edges(
         if not waits and not shared:
             ancestors.append(0)
             continue
-        known = 0
+        known, befores = 0, []
         for first in waits:
-            known |= ancestors[place[first]] | 1 << place[first]
+            j = place[first]
+            known |= ancestors[j] | 1 << j
+            befores.append(j)
         waits = draft.waits[name]
         for j in sorted(shared, reverse=True):
             if known >> j & 1:
@@ -167,9 +169,12 @@ def _add_device_edges(
             else:
                 waits[first] = (EdgeKind.ORDER, BOTH_USE, shared[j])
             known |= ancestors[j] | 1 << j
+            befores.append(j)
         ancestors.append(known)
-        kept = _without_implied(waits, ancestors, [place[first] for first in waits], sequence)
-        pairs += [(first, i) for first in kept]
+        if len(befores) > 1:
+            befores = _without_implied(waits, ancestors, befores, sequence)
+        for j in befores:
+            pairs.append((j, i))  # noqa: PERF401  # quicker than a comprehension of one or two
     return pairs
 
 
@@ -177,8 +182,6 @@ def _without_implied(
     waits: dict[int, Reason], ancestors: list[int], places: list[int], sequence: list[int]
 ) -> list[int]:
     """Drop edges that others imply; returns the places of nodes that are left, in order."""
-    if len(places) == 1:
-        return places
     covered, kept = 0, []
     for j in sorted(places, reverse=True):
         if covered >> j & 1 and waits[sequence[j]][0] is not EdgeKind.RELEASE:

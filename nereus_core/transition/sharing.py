@@ -36,31 +36,7 @@ def _dealt(
     """Deal sources, at least as many as targets, evenly."""
     shares: list[list[int]] = [[] for _ in targets]
     quota = len(sources) // len(targets)
-    by_device = {d: (i,) for i, target in enumerate(targets) for d in places[target]}
-    by_node: dict[str, list[int]] = {}
-    for i, target in enumerate(targets):
-        for node in _nodes(places[target]):
-            by_node.setdefault(node, []).append(i)
-
-    def deal(unit: int, near: Iterable[Iterable[int]]) -> bool:
-        """Give a unit to the first of those that have fewest, unless these have enough."""
-        i = min(set(chain(*near)), key=lambda i: (len(shares[i]), i))
-        hungry = len(shares[i]) < quota
-        if hungry:
-            shares[i].append(unit)
-        return hungry
-
-    far = []
-    for unit in sources:
-        place = places[unit]
-        meets = not by_device.keys().isdisjoint(place)
-        if not (meets and deal(unit, [by_device[d] for d in place if d in by_device])):
-            far.append(unit)
-    left = []
-    for unit in far:
-        near = [by_node[node] for node in _nodes(places[unit]) if node in by_node]
-        if not (near and deal(unit, near)):
-            left.append(unit)
+    left = _dealt_near(sources, targets, places, shares, quota)
     # The rest to those that have fewest.
     hungry = (share for rank in range(quota + 1) for share in shares if len(share) <= rank)
     for unit, share in zip(left, hungry, strict=False):  # either may be at its end
@@ -72,5 +48,42 @@ def _dealt(
     return shares
 
 
-def _nodes(place: Place) -> set[str]:
-    return {d.node for d in place}
+def _dealt_near(
+    sources: Sequence[int],
+    targets: Sequence[int],
+    places: Sequence[Place],
+    shares: list[list[int]],
+    quota: int,
+) -> Sequence[int]:
+    """Deal sources to targets they share a device with, then a node; return those left over."""
+    by_node: dict[str, list[int]] = {}
+    for i, target in enumerate(targets):
+        for node in _nodes([target], places):
+            by_node.setdefault(node, []).append(i)
+    if by_node.keys().isdisjoint(_nodes(sources, places)):
+        return sources  # nothing is near
+    by_device = {d: (i,) for i, target in enumerate(targets) for d in places[target]}
+
+    def deal(unit: int, near: Iterable[Iterable[int]]) -> bool:
+        """Give a unit to the first of those that have fewest, unless these have enough."""
+        i = min(set(chain(*near)), key=lambda i: (len(shares[i]), i))
+        hungry = len(shares[i]) < quota
+        if hungry:
+            shares[i].append(unit)
+        return hungry
+
+    far = []
+    for unit in sources:
+        near_devices = [by_device[d] for d in places[unit] if d in by_device]
+        if not (near_devices and deal(unit, near_devices)):
+            far.append(unit)
+    left = []
+    for unit in far:
+        near = [by_node[node] for node in _nodes([unit], places) if node in by_node]
+        if not (near and deal(unit, near)):
+            left.append(unit)
+    return left
+
+
+def _nodes(units: Iterable[int], places: Sequence[Place]) -> set[str]:
+    return {device.node for unit in units for device in places[unit]}

@@ -41,26 +41,26 @@ class StageDraft:
         self.stage, self.there, self._number = stage, there, number
         self._in_place: list[Node] = []
         self.layouts_before = roster.layouts[there.start : there.stop]
-        self.layouts_made = set[Layout]()
         stay = [there[i] for i in found.kept]
         places: list[Place] = []
-        layouts: list[Layout] = []
+        between: list[tuple[int, Layout]] = []
+        """Positions among places of units that only lead to those of the target."""
         split, merge = Kind.SPLIT, Kind.MERGE
         own, end = there.start, len(roster)
         for change in found.in_place:
             start, end = end, end + len(change.places)
             made = range(start, end)
             places += change.places
-            layouts += [change.layout] * len(made)
-            kind = split if change.is_split else merge
-            parents = [own + i for i in change.parents]
+            if change.is_split:
+                kind, parents = split, [own + change.parents[0]]
+            else:
+                kind, parents = merge, [own + i for i in change.parents]
             self._in_place.append(Node(kind, number, parents, made, change.left, change.taken))
             if change.bridge_to is not None:
+                between.append((len(places) - 1, change.layout))
                 start, end = end, end + 1
                 whole = range(start, end)
                 places.append(change.bridge_to)
-                self.layouts_made.add(change.layout)
-                layouts.append(target.layout)
                 self._in_place.append(
                     Node(merge, number, made, whole, change.taken, change.bridge_to)
                 )
@@ -68,10 +68,11 @@ class StageDraft:
             stay += made
         self.new = range(end, end + len(found.new))
         places += found.new
-        layouts += [target.layout] * len(found.new)
-        if places:
-            roster.make(stage, serial, layouts, places)
-            self.layouts_made.add(target.layout)
+        layouts = [target.layout] * len(places)
+        for i, layout in between:
+            layouts[i] = layout
+        self.layouts_made = set(dict(between).values()) | set(layouts[-1:])
+        roster.make(stage, serial, layouts, places)
         self._surplus = [there[i] for i in found.surplus]
         self.held = (*stay, *self._surplus)
         """Units that hold the state without an Extend: kept, made in place, surplus."""
