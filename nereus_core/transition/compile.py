@@ -9,7 +9,8 @@ from nereus_core.errors import StateLost
 from nereus_core.plan import Plan, check_plan
 from nereus_core.primitives import Kind
 from nereus_core.transition.graph import TransitionGraph
-from nereus_core.transition.matching import Held, Match, match
+from nereus_core.transition.matched import Held, Match
+from nereus_core.transition.matching import match
 from nereus_core.transition.resources import ordered
 from nereus_core.transition.room import is_ample
 from nereus_core.transition.roster import Roster

@@ -11,24 +11,12 @@ from operator import or_
 
 from nereus_core.cluster import Device
 from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Primitive, Split
+from nereus_core.transition import reasons
 from nereus_core.transition.atoms import Atoms, Group, bits
 from nereus_core.transition.graph import EdgeKind
+from nereus_core.transition.reasons import Reason
 from nereus_core.transition.roster import Roster
 from nereus_core.workload import ModelStage
-
-Reason = tuple[EdgeKind, str, int]
-"""Why a node waits for another: the text is spelled when it is read (`Draft.spelled`); the number
-is that of the unit, or the mask of the devices, that it speaks of."""
-
-GOES_ON = "goes on from {unit}"
-READS = "reads {unit}"
-READS_PARKED = "reads {unit}, parked in host memory"
-READ_BEFORE_END = "{unit} is read before it ends"
-STANDS_FIRST = "{unit} stands first"
-STANDS_LAST = "{unit} stands until the others have gone"
-RELEASED = "{devices} released by {by}, acquired by {to}"
-MAKES_ROOM = "{devices} has room for it then"
-BOTH_USE = "both use {devices}"
 
 
 @dataclass(slots=True)
@@ -106,7 +94,7 @@ class Draft:
         """A unit is made before it is read or changed further, and read before it ends."""
         for unit, (maker, ender) in enumerate(zip(self.maker, self.ender, strict=True)):
             if maker is not None and ender is not None:
-                self.waits[ender][maker] = (EdgeKind.STATE, GOES_ON, unit)
+                self.waits[ender][maker] = (EdgeKind.STATE, reasons.GOES_ON, unit)
         for i, node in enumerate(self.nodes):
             for unit in node.reads:
                 self.add_reading(i, unit)
@@ -114,12 +102,12 @@ class Draft:
     def add_reading(self, reader: int, unit: int) -> None:
         """Put an Extend after the maker of a unit it reads, and before its end."""
         if (maker := self.maker[unit]) is not None:
-            self.waits[reader][maker] = (EdgeKind.STATE, READS, unit)
+            self.waits[reader][maker] = (EdgeKind.STATE, reasons.READS, unit)
         if (ender := self.ender[unit]) is not None:
             if self.nodes[ender].park:
-                self.waits[reader][ender] = (EdgeKind.STATE, READS_PARKED, unit)
+                self.waits[reader][ender] = (EdgeKind.STATE, reasons.READS_PARKED, unit)
             else:
-                self.waits[ender][reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
+                self.waits[ender][reader] = (EdgeKind.STATE, reasons.READ_BEFORE_END, unit)
 
     def add_release_edges(self) -> None:
         """A device that one unit leaves and another takes is released before it is acquired.
@@ -149,7 +137,7 @@ class Draft:
                         by_node[first] = by_node.get(first, 0) | bit
             for first, shared in by_node.items():
                 if not self._goes_on_from(first, i):  # else it releases what this one acquires
-                    self.waits[i].setdefault(first, (EdgeKind.RELEASE, RELEASED, shared))
+                    self.waits[i].setdefault(first, (EdgeKind.RELEASE, reasons.RELEASED, shared))
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
         """Whether a node ends what another made, or what was made of that."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping
 
 from nereus_core.cluster import Device
 from nereus_core.cost.transition import shared_elements
 from nereus_core.layout import Layout, layouts
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement
+from nereus_core.transition.matched import Held, InPlace, Match
 from nereus_core.transition.roster import Place
 
 _EXACT = 12
@@ -20,48 +19,6 @@ at most. Chosen, not measured."""
 _BRIDGE = 0.9
 """A bridge is two primitives where an Extend is one, so it has to save a tenth of the bytes.
 Chosen, not measured."""
-
-
-@dataclass(slots=True)
-class InPlace:
-    """Units that become others without leaving their devices: a Split, or a Merge."""
-
-    parents: tuple[int, ...]
-    places: tuple[Place, ...]
-    layout: Layout
-    """Of the units made."""
-    is_split: bool
-    """Whether it stays on the devices of one parent."""
-    bridge_to: Place | None = None
-    """Where the unit made grows on to, in the target's layout: its place was held in part only."""
-    left: Place = ()
-    """Devices of the parents; with those taken, known once the change is chosen."""
-    taken: Place = ()
-    """Devices of the units made: the same object where these are the same devices."""
-
-    def note_devices(self, units: Held) -> None:
-        """Fill in which devices are left and taken."""
-        self.left = self.taken = _joined([units.places[parent] for parent in self.parents])
-        if sum(map(len, self.places)) != len(self.left):  # within the parents', or around them
-            self.taken = _joined(self.places)
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What becomes of every unit and every place of a model-stage; units by position in it."""
-
-    kept: tuple[int, ...]
-    in_place: tuple[InPlace, ...]
-    new: tuple[Place, ...]
-    surplus: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The units of a model-stage before: what stages that live together have alike."""
-
-    layouts: list[Layout]
-    places: list[Place]
 
 
 def match(
@@ -171,11 +128,6 @@ def _cut_in_order(devices: Place, starts: Mapping[Device, Place]) -> tuple[Place
             return ()
         found.append(place)
     return tuple(found)
-
-
-def _joined(places: Sequence[Place]) -> Place:
-    """Return the devices of places; those of one are its own tuple."""
-    return places[0] if len(places) == 1 else tuple(chain.from_iterable(places))
 
 
 def _counted(devices: Place, owner: Mapping[Device, int]) -> dict[int, int]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import repeat
 
 from nereus_core.primitives import Kind, OpId, Primitive
-from nereus_core.transition.draft import BOTH_USE, MAKES_ROOM, Draft, Node, Reason
+from nereus_core.transition import reasons
+from nereus_core.transition.draft import Draft, Node
 from nereus_core.transition.graph import Edge, EdgeKind
+from nereus_core.transition.reasons import Reason
 from nereus_core.transition.room import Room
 from nereus_core.transition.roster import Roster
 from nereus_core.transition.schedule import soonest
@@ -154,39 +157,42 @@ def _add_device_edges(
         if not waits and not shared:
             ancestors.append(0)
             continue
-        known, befores = 0, []
+        above = direct = 0
+        befores = []
         for first in waits:
             j = place[first]
-            known |= ancestors[j] | 1 << j
+            above |= ancestors[j]
+            direct |= 1 << j
             befores.append(j)
         waits = draft.waits[name]
         for j in sorted(shared, reverse=True):
-            if known >> j & 1:
+            if (above | direct) >> j & 1:
                 continue
             first = sequence[j]
             if name in squeezed and draft.leaves[first] & shared[j]:
-                waits[first] = (EdgeKind.RELEASE, MAKES_ROOM, shared[j])
+                waits[first] = (EdgeKind.RELEASE, reasons.MAKES_ROOM, shared[j])
             else:
-                waits[first] = (EdgeKind.ORDER, BOTH_USE, shared[j])
-            known |= ancestors[j] | 1 << j
+                waits[first] = (EdgeKind.ORDER, reasons.BOTH_USE, shared[j])
+            above |= ancestors[j]
+            direct |= 1 << j
             befores.append(j)
-        ancestors.append(known)
-        if len(befores) > 1:
-            befores = _without_implied(waits, ancestors, befores, sequence)
-        for j in befores:
-            pairs.append((j, i))  # noqa: PERF401  # quicker than a comprehension of one or two
+        ancestors.append(above | direct)
+        befores.sort()
+        if above & direct:
+            befores = _without_implied(waits, above, befores, sequence)
+        pairs += zip(befores, repeat(i))
     return pairs
 
 
 def _without_implied(
-    waits: dict[int, Reason], ancestors: list[int], places: list[int], sequence: list[int]
+    waits: dict[int, Reason], above: int, befores: list[int], sequence: list[int]
 ) -> list[int]:
-    """Drop edges that others imply; returns the places of nodes that are left, in order."""
-    covered, kept = 0, []
-    for j in sorted(places, reverse=True):
-        if covered >> j & 1 and waits[sequence[j]][0] is not EdgeKind.RELEASE:
-            del waits[sequence[j]]
+    """Drop edges from nodes that are above others waited for; return the places of those left."""
+    kept = []
+    for j in befores:
+        first = sequence[j]
+        if above >> j & 1 and waits[first][0] is not EdgeKind.RELEASE:
+            del waits[first]
         else:
             kept.append(j)
-        covered |= ancestors[j]
-    return kept[::-1]
+    return kept

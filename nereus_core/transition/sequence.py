@@ -9,17 +9,10 @@ from itertools import islice
 
 from nereus_core.errors import CycleError
 from nereus_core.primitives import Kind, OpId
-from nereus_core.transition.draft import (
-    READ_BEFORE_END,
-    READS,
-    READS_PARKED,
-    STANDS_FIRST,
-    STANDS_LAST,
-    Draft,
-    Node,
-    Reason,
-)
+from nereus_core.transition import reasons
+from nereus_core.transition.draft import Draft, Node
 from nereus_core.transition.graph import EdgeKind
+from nereus_core.transition.reasons import Reason
 from nereus_core.transition.room import Room
 
 
@@ -164,7 +157,7 @@ class Sequencer:
             if not any(first in makers for first in self._draft.waits[destroy]):
                 first = next(iter(makers))
                 stands = self._nodes[first].made[0]
-                self._draft.waits[destroy][first] = (EdgeKind.STATE, STANDS_FIRST, stands)
+                self._draft.waits[destroy][first] = (EdgeKind.STATE, reasons.STANDS_FIRST, stands)
             return
         node.park = self._standing[node.stage] == 1
         self._standing[node.stage] -= 1
@@ -176,7 +169,7 @@ class Sequencer:
         unit = node.ended[0]
         if node.park:
             for other in self._freed[node.stage]:  # all of them have their place
-                self._draft.waits[destroy][other] = (EdgeKind.STATE, STANDS_LAST, unit)
+                self._draft.waits[destroy][other] = (EdgeKind.STATE, reasons.STANDS_LAST, unit)
         else:
             self._freed[node.stage].append(destroy)
 
@@ -216,7 +209,7 @@ class Sequencer:
             del self._draft.waits[freed][reader]
             self._wakes[reader].discard(freed)
             if node.park:
-                self._wait(reader, freed, (EdgeKind.STATE, READS_PARKED, unit))
+                self._wait(reader, freed, (EdgeKind.STATE, reasons.READS_PARKED, unit))
                 continue
             reads = [other for other in self._nodes[reader].reads if other != unit]
             if (other := (instead or {}).get(reader)) is not None:
@@ -252,9 +245,9 @@ class Sequencer:
     def _read(self, reader: int, unit: int) -> None:
         """Let an Extend read a unit that stands."""
         if (maker := self._draft.maker[unit]) is not None:
-            self._draft.waits[reader][maker] = (EdgeKind.STATE, READS, unit)
+            self._draft.waits[reader][maker] = (EdgeKind.STATE, reasons.READS, unit)
         if (ender := self._draft.ender[unit]) is not None:
-            self._draft.waits[ender][reader] = (EdgeKind.STATE, READ_BEFORE_END, unit)
+            self._draft.waits[ender][reader] = (EdgeKind.STATE, reasons.READ_BEFORE_END, unit)
             self._open.setdefault(ender, set()).add(reader)
             self._wakes[reader].add(ender)
 

@@ -8,7 +8,7 @@ from nereus_core.layout import Layout
 from nereus_core.plan import Placement
 from nereus_core.primitives import Kind
 from nereus_core.transition.draft import Node
-from nereus_core.transition.matching import Match
+from nereus_core.transition.matched import Match
 from nereus_core.transition.roster import Place, Roster
 from nereus_core.transition.sharing import shared
 from nereus_core.workload import ModelStage

@@ -8,7 +8,7 @@ from nereus_core.errors import CycleError, PlanError, StateLost
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Split, kind_of
-from nereus_core.transition import Edge, EdgeKind, TransitionGraph, compile_transition
+from nereus_core.transition import Edge, EdgeKind, Listed, TransitionGraph, compile_transition
 from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Stage, ppo
 
@@ -214,7 +214,41 @@ def test_a_cycle_is_spelled_out():
         Edge(OpId(x), OpId(y), EdgeKind.ORDER, "by hand") for x, y in (("a", "b"), ("b", "a"))
     )
     with pytest.raises(CycleError, match=r"a -> b -> a|b -> a -> b"):
-        TransitionGraph("t", units_of(plan()), ops, edges)
+        TransitionGraph("t", units_of(plan()), Listed(ops, edges))
+
+
+def test_a_graph_is_in_order_before_anything_of_it_is_read():
+    found = graph(plan(), plan(train=place((2, 1), 0, 1), generate=place((1, 1), 2, 6, 7)))
+    assert list(found.steps.pairs()) == [(0, 1)]
+    assert [(e.before, e.after) for e in found.edges] == [("t/0", "t/1")]
+    assert found.ops is found.ops  # values are made once
+    assert found == TransitionGraph("t", found.units_before, Listed(found.ops, found.edges))
+
+
+def test_units_in_lists_of_colocated_stages_are_told_apart():
+    """Stages that lie and go alike are matched once; each has its own units all the same."""
+    alike = place((2, 1), 4, 5)
+    halves = place((1, 1), 4, 5)
+    found = graph(plan(ref=alike, generate=alike), plan(ref=halves, generate=halves))
+    assert kinds(found) == ["split", "split"]
+    assert [str(op.parent) for op in found.ops] == ["actor/generate#0", "ref/infer#0"]
+    assert [str(u.id) for op in found.ops for u in op.into] == [
+        *("actor/generate#1", "actor/generate#2"),
+        *("ref/infer#1", "ref/infer#2"),
+    ]
+
+
+@pytest.mark.parametrize("order", [(4, 5, 6, 7), (6, 7, 4, 5), (4, 6, 5, 7), (7, 6, 5, 4)])
+def test_a_unit_is_cut_into_places_in_whatever_order_its_devices_are(order):
+    before = plan(train=place((4, 1), *order), ref=place((1, 1), 0), generate=place((1, 1), 1))
+    after = plan(train=place((2, 1), 4, 5, 6, 7), ref=place((1, 1), 0), generate=place((1, 1), 1))
+    (op,) = graph(before, after).ops
+    assert isinstance(op, Split)
+    first = order[0] // 2 * 2
+    assert [u.devices for u in op.into] == [
+        (D[first], D[first + 1]),
+        *[(D[i], D[i + 1]) for i in (4, 6) if i != first],
+    ]
 
 
 def test_explain_names_every_primitive_and_what_it_waits_for():
