@@ -155,9 +155,8 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
 
 def _device_problems(placement: Placement, healthy: Set[Device]) -> list[str]:
     problems = []
-    listed = list(chain.from_iterable(placement.units))
-    distinct = set(listed)
-    if len(listed) != len(distinct):
+    distinct = set(chain.from_iterable(placement.units))
+    if len(distinct) != sum(map(len, placement.units)):
         problems.append("a device is in two units")
     if set(map(len, placement.units)) - {placement.layout.num_devices}:
         problems.append(f"a unit has not {placement.layout.num_devices} devices")

@@ -18,22 +18,17 @@ class Atoms:
     """The coarsest partition of devices of which every group is a union; a bit for each part."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
-        """Split the devices; groups that are one object are looked at once."""
-        self._groups = {id(group): group for group in groups}
-        distinct = [group for group in dict.fromkeys(self._groups.values()) if group]
+        distinct = [group for group in dict.fromkeys(groups) if group]
         self._atoms: list[Group] = distinct
-        masks = {group: 1 << n for n, group in enumerate(distinct)}
-        if len(set(chain.from_iterable(distinct))) < sum(map(len, distinct)):
-            owner = _refined(distinct)  # else groups do not meet, and are the atoms
-            self._atoms = _by_atom(owner)
-            bits = {owner[atom[0]]: 1 << n for n, atom in enumerate(self._atoms)}
-            for group in distinct:
-                masks[group] = sum([bits[key] for key in set(map(owner.__getitem__, group))])
-        self._masks = {name: masks.get(group, 0) for name, group in self._groups.items()}
-
-    def mask(self, group: Group) -> int:
-        """Atoms of a group that was given."""
-        return self._masks[id(group)]
+        self.masks = {(): 0, **{group: 1 << n for n, group in enumerate(distinct)}}
+        """Atoms of every group."""
+        if len(set(chain.from_iterable(distinct))) == sum(map(len, distinct)):
+            return  # groups do not meet: they are the atoms
+        owner = _refined(distinct)
+        self._atoms = _by_atom(owner)
+        bits = {owner[atom[0]]: 1 << n for n, atom in enumerate(self._atoms)}
+        for group in distinct:
+            self.masks[group] = sum([bits[key] for key in set(map(owner.__getitem__, group))])
 
     def devices(self) -> dict[int, Group]:
         """Devices by atom, as bits from the first up; both in the order in which they were met."""

@@ -62,17 +62,26 @@ class Draft:
         """By unit: the node that makes it."""
         self.ender: list[int | None] = [None] * len(roster)
         """By unit: the node that ends it."""
+        self._passing: list[int] = []
+        """Units made only on the way to others, which end them."""
         for i, node in enumerate(nodes):
-            for unit in node.made:
-                self.maker[unit] = i
             for unit in node.ended:
                 self.ender[unit] = i
+                if self.maker[unit] is not None:
+                    self._passing.append(unit)
+            for unit in node.made:
+                self.maker[unit] = i
         read = [roster.places[unit] for unit in self._readable()]
-        left, taken = [node.left for node in nodes], [node.taken for node in nodes]
-        self._atoms = Atoms([*read, *left, *taken])
-        self.leaves = list(map(self._atoms.mask, left))
+        left = [node.left for node in nodes]
+        moved = [node.taken for node in nodes if node.taken is not node.left]
+        self._atoms = Atoms([*read, *left, *moved])
+        masks = self._atoms.masks
+        self.leaves = [masks[group] for group in left]
         """By node: atoms of the units it ends."""
-        self.takes = list(map(self._atoms.mask, taken))
+        self.takes = [
+            mask if node.taken is node.left else masks[node.taken]
+            for node, mask in zip(nodes, self.leaves, strict=True)
+        ]
         """By node: atoms of the units it makes."""
 
     def _readable(self) -> Iterable[int]:
@@ -84,17 +93,19 @@ class Draft:
 
     def touches(self) -> list[int]:
         """Atoms that take part, by node: of units ended, made and read."""
-        found = list(map(or_, self.takes, self.leaves))
+        found, masks = list(map(or_, self.takes, self.leaves)), self._atoms.masks
         for i, node in enumerate(self.nodes):
             for unit in node.reads:
-                found[i] |= self._atoms.mask(self.roster.places[unit])
+                found[i] |= masks[self.roster.places[unit]]
         return found
 
     def add_state_edges(self) -> None:
         """A unit is made before it is read or changed further, and read before it ends."""
-        for unit, (maker, ender) in enumerate(zip(self.maker, self.ender, strict=True)):
-            if maker is not None and ender is not None:
-                self.waits[ender][maker] = (EdgeKind.STATE, reasons.GOES_ON, unit)
+        for unit in self._passing:
+            maker, ender = self.maker[unit], self.ender[unit]
+            assert maker is not None
+            assert ender is not None
+            self.waits[ender][maker] = (EdgeKind.STATE, reasons.GOES_ON, unit)
         for i, node in enumerate(self.nodes):
             for unit in node.reads:
                 self.add_reading(i, unit)
@@ -136,7 +147,8 @@ class Draft:
                     if stage == own or not bit & (comes[stage] | leaves[own]):
                         by_node[first] = by_node.get(first, 0) | bit
             for first, shared in by_node.items():
-                if not self._goes_on_from(first, i):  # else it releases what this one acquires
+                # One that goes on from this one releases what this one acquires.
+                if not (self._passing and self._goes_on_from(first, i)):
                     self.waits[i].setdefault(first, (EdgeKind.RELEASE, reasons.RELEASED, shared))
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:

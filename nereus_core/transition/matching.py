@@ -45,7 +45,8 @@ def match(
     layout, free_places = target.layout, dict.fromkeys(target.units)
     kept, left = [], []
     for unit, place in enumerate(units.places):
-        if place in free_places and units.layouts[unit] == layout:
+        found = units.layouts[unit]
+        if (found is layout or found == layout) and place in free_places:
             kept.append(unit)
             del free_places[place]
         else:

@@ -56,12 +56,12 @@ def _dealt_near(
     quota: int,
 ) -> Sequence[int]:
     """Deal sources to targets they share a device with, then a node; return those left over."""
+    if _nodes(targets, places).isdisjoint(_nodes(sources, places)):
+        return sources  # nothing is near
     by_node: dict[str, list[int]] = {}
     for i, target in enumerate(targets):
         for node in _nodes([target], places):
             by_node.setdefault(node, []).append(i)
-    if by_node.keys().isdisjoint(_nodes(sources, places)):
-        return sources  # nothing is near
     by_device = {d: (i,) for i, target in enumerate(targets) for d in places[target]}
 
     def deal(unit: int, near: Iterable[Iterable[int]]) -> bool:
