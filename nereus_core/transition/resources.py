@@ -157,16 +157,12 @@ def _add_device_edges(
         if not waits and not shared:
             ancestors.append(0)
             continue
-        above = direct = 0
-        befores = []
-        for first in waits:
-            j = place[first]
+        direct, above = [place[first] for first in waits] if waits else [], 0
+        for j in direct:
             above |= ancestors[j]
-            direct |= 1 << j
-            befores.append(j)
         waits = draft.waits[name]
         for j in sorted(shared, reverse=True):
-            if (above | direct) >> j & 1:
+            if above >> j & 1 or j in direct:
                 continue
             first = sequence[j]
             if name in squeezed and draft.leaves[first] & shared[j]:
@@ -174,22 +170,23 @@ def _add_device_edges(
             else:
                 waits[first] = (EdgeKind.ORDER, reasons.BOTH_USE, shared[j])
             above |= ancestors[j]
-            direct |= 1 << j
-            befores.append(j)
-        ancestors.append(above | direct)
-        befores.sort()
-        if above & direct:
-            befores = _without_implied(waits, above, befores, sequence)
-        pairs += zip(befores, repeat(i))
+            direct.append(j)
+        direct.sort()
+        if above:
+            direct = _without_implied(waits, above, direct, sequence)
+        for j in direct:
+            above |= 1 << j
+            pairs.append((j, i))
+        ancestors.append(above)
     return pairs
 
 
 def _without_implied(
-    waits: dict[int, Reason], above: int, befores: list[int], sequence: list[int]
+    waits: dict[int, Reason], above: int, places: list[int], sequence: list[int]
 ) -> list[int]:
     """Drop edges from nodes that are above others waited for; return the places of those left."""
     kept = []
-    for j in befores:
+    for j in places:
         first = sequence[j]
         if above >> j & 1 and waits[first][0] is not EdgeKind.RELEASE:
             del waits[first]
