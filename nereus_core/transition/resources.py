@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import repeat
 
 from nereus_core.primitives import Kind, OpId, Primitive
 from nereus_core.transition import reasons
