@@ -64,11 +64,11 @@ def match(
     left = [unit for unit in left if unit not in used]
     if splits and merges and left and free_places:
         for bridge in _bridges(model, units, left, list(free_places), layout):
-            gone = set(bridge.parents)
-            if bridge.bridge_to in free_places and gone <= set(left):
+            if bridge.bridge_to in free_places and used.isdisjoint(bridge.parents):
                 chosen.append(bridge)
                 del free_places[bridge.bridge_to]
-                left = [unit for unit in left if unit not in gone]
+                used.update(bridge.parents)
+        left = [unit for unit in left if unit not in used]
     for change in chosen:
         if not change.left:
             change.note_devices(units)
