@@ -79,6 +79,11 @@ class CostModel:
         default_factory=dict, init=False, repr=False
     )
 
+    _elsewhere: dict[int, tuple[Job, CostModel]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """The model that `on` returned last."""
+
     def __post_init__(self) -> None:
         if self.efficiencies is _PRIOR:
             prior = EfficiencyTable.prior(self.job.cluster, prior_fractions(self.job.cluster))
@@ -96,8 +101,14 @@ class CostModel:
         return self.curves or curves_of(self.job.cluster.device_spec)
 
     def on(self, job: Job) -> CostModel:
-        """Return the same calibration for another state of the job's cluster."""
-        return replace(self, job=job)
+        """Return the same calibration for another state of the job's cluster.
+
+        The same model while the same job is asked for: several looks at a boundary share tables.
+        """
+        if id(job) not in self._elsewhere:
+            self._elsewhere.clear()
+            self._elsewhere[id(job)] = (job, replace(self, job=job))
+        return self._elsewhere[id(job)][1]
 
     def step(self, plan: Plan, lengths: Lengths) -> StepCost:
         """Predict the seconds of one RL step."""
