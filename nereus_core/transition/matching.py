@@ -58,8 +58,11 @@ def match(
         candidates = [c for c in candidates if (splits if c.is_split else merges)]
     chosen = _packed(model, units, candidates) if _compete(candidates) else candidates
     used = {parent for c in chosen for parent in c.parents}
-    for candidate in chosen:
-        for place in candidate.places:
+    filled = [place for c in chosen for place in c.places]
+    if len(filled) == len(free_places):
+        free_places.clear()
+    else:
+        for place in filled:
             del free_places[place]
     left = [unit for unit in left if unit not in used]
     if splits and merges and left and free_places:
@@ -143,6 +146,8 @@ def _counted(devices: Place, owner: Mapping[Device, int]) -> dict[int, int]:
 
 def _compete(candidates: list[InPlace]) -> bool:
     """Whether two want one unit or place; places are of one list, so that identity tells."""
+    if all(c.is_split for c in candidates):
+        return False  # each of another unit, which holds its places alone
     parents = [unit for c in candidates for unit in c.parents]
     places = [id(p) for c in candidates for p in c.places]
     return len(parents) > len(set(parents)) or len(places) > len(set(places))

@@ -160,7 +160,7 @@ def _add_device_edges(
         for j in direct:
             above |= ancestors[j]
         waits = draft.waits[name]
-        for j in sorted(shared, reverse=True):
+        for j in sorted(shared, reverse=True) if len(shared) > 1 else shared:
             if above >> j & 1 or j in direct:
                 continue
             first = sequence[j]
