@@ -55,7 +55,7 @@ class _Stages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostModel:
-    """An immutable value; `refined` and `on` return new ones."""
+    """An immutable value; what it computed it keeps. `refined` and `on` return others."""
 
     job: Job
     efficiencies: EfficiencyTable = _PRIOR
@@ -79,10 +79,8 @@ class CostModel:
         default_factory=dict, init=False, repr=False
     )
 
-    _elsewhere: dict[int, tuple[Job, CostModel]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-    """The model that `on` returned last."""
+    _elsewhere: CostModel | None = field(default=None, init=False, repr=False)
+    """The model that `on` returned last, with what it computed."""
 
     def __post_init__(self) -> None:
         if self.efficiencies is _PRIOR:
@@ -105,10 +103,11 @@ class CostModel:
 
         The same model while the same job is asked for: several looks at a boundary share tables.
         """
-        if id(job) not in self._elsewhere:
-            self._elsewhere.clear()
-            self._elsewhere[id(job)] = (job, replace(self, job=job))
-        return self._elsewhere[id(job)][1]
+        found = self._elsewhere
+        if found is None or found.job is not job:
+            found = replace(self, job=job)
+            object.__setattr__(self, "_elsewhere", found)
+        return found
 
     def step(self, plan: Plan, lengths: Lengths) -> StepCost:
         """Predict the seconds of one RL step."""

@@ -1,7 +1,6 @@
 """Atoms: devices that every group takes or leaves together. A set of atoms is an integer.
 
-A transition at thousands of devices is ordered in about a millisecond because it is not looked at
-device by device.
+So that a transition at thousands of devices is not ordered device by device.
 """
 
 from __future__ import annotations

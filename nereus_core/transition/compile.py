@@ -42,14 +42,14 @@ def compile_transition(
     edge. Primitives and edges are wrapped as values, and reasons spelled, when they are first read.
 
     Args:
-        units: Units running now.
+        units: Units running now, of stages of the job.
         target: What they should become.
         job: The job they run.
         lost: Failed devices; units that held one are gone.
         prefix: Name of the transition; its op ids are ``prefix/0`` ...
         parked: Units parked by an earlier transition that failed; used where a stage has no other.
         serials: Least serial of a new unit by model-stage, where serials above those of the units
-            running have been used before.
+            running and parked have been used before.
         forbidden: Splits and merges that the adapter cannot do on a kind of stage; units are
             extended and destroyed instead.
 
@@ -64,7 +64,8 @@ def compile_transition(
     drafted = []
     for number, stage in enumerate(job.workload.stages):
         there = roster.add(alive.of(stage))
-        serial = max(units.next_serial(stage), (serials or {}).get(stage, 0))
+        used = max(units.next_serial(stage), parked.next_serial(stage))
+        serial = max(used, (serials or {}).get(stage, 0))
         found = matching.of(stage, roster, there)
         drafted.append(StageDraft(number, stage, there, found, target[stage], roster, serial))
     pools = [_pool(draft, drafted, parked, roster, job) for draft in drafted]

@@ -92,7 +92,7 @@ class TransitionGraph:
 
     name: str
     units_before: UnitMap
-    steps: Steps
+    steps: Steps = field(repr=False)
     parked_before: UnitMap = field(default_factory=UnitMap)
     """Units that an earlier, failed transition parked: sources only."""
     _priced: tuple[PrimitiveCost, Mapping[OpId, Interval]] | None = field(
@@ -104,7 +104,7 @@ class TransitionGraph:
             self.topological()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TransitionGraph) and self._value == other._value
+        return self._value == other._value if isinstance(other, TransitionGraph) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._value)

@@ -40,7 +40,8 @@ def match(
     surplus, or new.
 
     Without splits or merges (an adapter that cannot do them), what is not kept is surplus or new.
-    Units may have several layouts: a transition that failed part-way leaves such.
+    Units may have several layouts: a transition that failed part-way leaves such. No two of them
+    share a device.
     """
     layout, free_places = target.layout, dict.fromkeys(target.units)
     kept, left = [], []
@@ -60,6 +61,7 @@ def match(
     used = {parent for c in chosen for parent in c.parents}
     filled = [place for c in chosen for place in c.places]
     if len(filled) == len(free_places):
+        assert len(set(map(id, filled))) == len(filled), "two units of a stage share a device"
         free_places.clear()
     else:
         for place in filled:

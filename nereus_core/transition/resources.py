@@ -24,9 +24,9 @@ class Ordered:
     def __init__(
         self, draft: Draft, sequence: list[int], pairs: list[tuple[int, int]], prefix: str
     ) -> None:
-        """Keep the draft, which does not change any more; op ids are ``prefix/0`` ...
+        """Keep the draft, which does not change any more, as long as the graph lives.
 
-        Pairs are the positions in the sequence that edges join.
+        Op ids are ``prefix/0`` ...; pairs are the positions in the sequence that edges join.
         """
         self._draft, self._sequence, self._pairs, self._prefix = draft, sequence, pairs, prefix
 
@@ -138,7 +138,7 @@ def _add_device_edges(
     """
     pairs: list[tuple[int, int]] = []
     last: dict[int, int] = {}
-    place = [0] * len(sequence)
+    place = [len(sequence)] * len(sequence)  # one that has no place yet: IndexError below
     ancestors: list[int] = []
     touches = draft.touches()
     for i, name in enumerate(sequence):

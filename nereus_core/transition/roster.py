@@ -1,7 +1,7 @@
 """Units of a transition by number: those there are, and those to be made, as columns.
 
-A transition at a thousand devices makes hundreds of units and is compiled in a millisecond or so:
-while it is being decided a unit is a number, and it becomes a `Unit` when somebody reads it.
+A transition at a thousand devices makes hundreds of units: while it is being decided a unit is a
+number, and it becomes a `Unit` when somebody reads it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Sequencer:
         self._ready: list[int] = []
         """Ranks of nodes that wait for none."""
         self._lowest = 0
-        """No node before it is waiting."""
+        """The node at which the last circle was sought: few before it wait."""
         self.squeezed: set[int] = set()
         """Nodes that had to wait for memory."""
 
@@ -83,7 +83,7 @@ class Sequencer:
         free = (i for i in range(len(self._nodes)) if i not in self._open and i not in self._late)
         self._ready = sorted(map(self._rank, free))
         done: list[int] = []
-        if self._room is None and not self._open:  # nothing waits for anything
+        if self._room is None and not self._open:  # nothing waits: ranks are nodes, in order
             done, early = self._ready, 0
             for node in done:
                 self._take(node)
@@ -177,10 +177,14 @@ class Sequencer:
 
     def _circle(self) -> list[int]:
         """Follow open waits, the least first, until a node comes again; return the circle."""
-        while not self._open.get(self._lowest) or self._taken[self._lowest]:
-            self._lowest += 1
+        first = self._lowest
+        for node in (*range(first, len(self._nodes)), *range(first)):
+            if self._open.get(node) and not self._taken[node]:
+                break
+        else:
+            raise AssertionError("primitives are left, of which none waits and none may go")
+        self._lowest = node
         path: dict[int, None] = {}
-        node = self._lowest
         while node not in path:
             path[node] = None
             node = min(self._open[node])

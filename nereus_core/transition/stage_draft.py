@@ -71,7 +71,7 @@ class StageDraft:
         layouts = [target.layout] * len(places)
         for i, layout in between:
             layouts[i] = layout
-        self.layouts_made = set(dict(between).values()) | set(layouts[-1:])
+        self.layouts_made = {*dict(between).values(), *([target.layout] if places else ())}
         roster.make(stage, serial, layouts, places)
         self._surplus = [there[i] for i in found.surplus]
         self.held = (*stay, *self._surplus)

@@ -1,5 +1,8 @@
 """What the compiler writes for the changes people ask for."""
 
+import pickle
+from copy import deepcopy
+
 import pytest
 from memory_adapter import units_of
 from plans import tiny_job
@@ -8,7 +11,14 @@ from nereus_core.errors import CycleError, PlanError, StateLost
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Split, kind_of
-from nereus_core.transition import Edge, EdgeKind, Listed, TransitionGraph, compile_transition
+from nereus_core.transition import (
+    Edge,
+    EdgeKind,
+    Listed,
+    TransitionGraph,
+    compile_transition,
+    resources,
+)
 from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Stage, ppo
 
@@ -165,6 +175,14 @@ def test_a_parked_unit_of_a_failed_transition_is_a_source():
     assert op.unit.id.serial == 9
 
 
+def test_a_new_unit_has_no_parked_units_name():
+    units = units_of(plan())
+    parked = UnitMap(units.of(REF_INFER))
+    left = UnitMap(u for u in units.values() if u.model_stage != REF_INFER)
+    (op,) = compile_transition(left, plan(), JOB, prefix="t", parked=parked).ops
+    assert op.unit.id == UnitId(REF_INFER, 1)
+
+
 def test_forbidden_splits_and_merges_become_extends_and_destroys():
     forbidden = {(kind, Stage.GENERATE) for kind in (Kind.SPLIT, Kind.MERGE)}
     found = graph(
@@ -223,6 +241,26 @@ def test_a_graph_is_in_order_before_anything_of_it_is_read():
     assert [(e.before, e.after) for e in found.edges] == [("t/0", "t/1")]
     assert found.ops is found.ops  # values are made once
     assert found == TransitionGraph("t", found.units_before, Listed(found.ops, found.edges))
+
+
+def test_an_order_that_breaks_an_edge_is_no_graph(monkeypatch):
+    changes = {"train": place((2, 1), 0, 1), "generate": place((1, 1), 2, 6, 7)}
+    monkeypatch.setattr(resources, "soonest", lambda draft, found, *rest: found[::-1])
+    with pytest.raises(IndexError):
+        graph(plan(), plan(**changes))
+
+
+def test_a_graph_is_equal_whichever_way_it_was_read_or_copied():
+    def made():
+        after = plan(train=place((2, 1), 0, 1), generate=place((1, 1), 2, 6, 7))
+        return graph(plan(), after)
+
+    unread, read = pickle.loads(pickle.dumps(made())), made()
+    assert read.edges  # before the primitives
+    assert unread == deepcopy(read) == read
+    assert hash(unread) == hash(read)
+    assert read != "t"
+    assert "object at" not in repr(read)
 
 
 def test_units_in_lists_of_colocated_stages_are_told_apart():
