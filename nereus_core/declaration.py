@@ -15,7 +15,8 @@ class Seam:
     module: str
     """Dotted module, e.g. ``verl.trainer.ppo.v1``."""
     qualname: str
-    """Function, class or ``Class.method`` inside it."""
+    """Function, class, ``Class.method`` or ``Class.attribute`` inside it; of what a function
+    defines inside itself, ``function.Class.method``."""
     parameters: tuple[str, ...] | None = None
     """Parameter names that must be there, in this order; None when any signature will do."""
 

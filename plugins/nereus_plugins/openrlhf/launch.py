@@ -19,6 +19,7 @@ from nereus_core.seams import check_seam
 from nereus_plugins.banner import say
 from nereus_plugins.openrlhf import FRAMEWORK
 from nereus_plugins.openrlhf.directory import following, saving_current
+from nereus_plugins.openrlhf.ending import named
 from nereus_plugins.openrlhf.flags import split_flags
 from nereus_plugins.openrlhf.watching import watched
 from nereus_plugins.settings import merged, settings_of
@@ -57,8 +58,8 @@ def prepare(config: NereusConfig) -> None:
     """Check that OpenRLHF is the one Nereus knows, and wrap its trainers' loops.
 
     In modes observe and advise ``fit`` of the trainer is all that is wrapped. Mode adapt adds two
-    names whose processes hold handles of their own: the asynchronous generator's ``fit``, and the
-    driver's ``async_save_model``.
+    names whose processes hold handles of their own - the asynchronous generator's ``fit``, and the
+    driver's ``async_save_model`` - and ``fit`` of an asynchronous job's controller, for its end.
 
     Raises:
         AdapterError: OpenRLHF is missing, has another version, or a seam of it is gone.
@@ -74,6 +75,7 @@ def prepare(config: NereusConfig) -> None:
         _wrap(_travelling(module, actor), "fit", lambda fit: watched(fit, config, name))
     if name is not None:
         _wrap(_travelling(_ASYNC, "GenerateSamplesActor"), "fit", lambda fit: following(fit, name))
+        _wrap(_travelling(_ASYNC, "PPOTrainerAsync"), "fit", lambda fit: named(fit, name))
         group = importlib.import_module(_LAUNCHER).RayActorGroup
         _wrap(group, "async_save_model", lambda save: saving_current(save, name))
 

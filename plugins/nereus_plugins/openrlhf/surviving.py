@@ -12,10 +12,9 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from nereus_core.errors import StateLost, WaitTimeout
+from nereus_core.errors import WaitTimeout
 from nereus_plugins.session import Session
 
 T = TypeVar("T")
@@ -174,6 +173,9 @@ def recovered(session: Session, error: Exception) -> bool:
     """Change the job when Ray says that devices of its plan are gone; returns whether it did.
 
     Where no node is lost, the error says so in a note, and is not looked into again.
+
+    Raises:
+        NereusError: the session knows better what the error comes of.
     """
     from ray.exceptions import ObjectLostError, RayActorError
 
@@ -183,28 +185,11 @@ def recovered(session: Session, error: Exception) -> bool:
     wait_s = NODE_S if dead else 0.0
     deadline_s = time.monotonic() + wait_s
     while not session.lost:
+        if (told := session.explain(error)) is not error:
+            raise told from error
         if time.monotonic() > deadline_s:
             error.add_note(f"{_NOT_LOST}, as Ray says {wait_s:.0f} s later.")
             return False
         time.sleep(_LOOK_S)
     session.amid_step()
     return not session.lost
-
-
-def resumable(lost: StateLost, args: Any, since_s: float) -> StateLost:
-    """Return the error with OpenRLHF's newest checkpoint and how to go on from it.
-
-    Args:
-        lost: The error.
-        args: Of the job.
-        since_s: When the job began, in seconds of the clock of files: what is older is another's,
-            unless the job was told to load it.
-    """
-    latest = Path(args.ckpt.path) / "_actor" / "latest"
-    try:
-        newest = latest.with_name(latest.read_text(encoding="utf-8").strip())
-        if latest.stat().st_mtime < since_s and not args.ckpt.load_enable:
-            return lost
-    except OSError:
-        return lost
-    return StateLost(lost.stage, str(newest), "the same command and --ckpt.load_enable")

@@ -18,7 +18,8 @@ from nereus_plugins.banner import refusal, say
 from nereus_plugins.openrlhf import FRAMEWORK
 from nereus_plugins.openrlhf.bounds import bounded
 from nereus_plugins.openrlhf.directory import open_on
-from nereus_plugins.openrlhf.surviving import recovered, resumable, survive
+from nereus_plugins.openrlhf.ending import Ending
+from nereus_plugins.openrlhf.surviving import recovered, survive
 from nereus_plugins.session import Session, open_session
 
 
@@ -55,13 +56,15 @@ def run_watched(
             raise
         say(refusal(FRAMEWORK, error))
         return fit()
-    _at_every_boundary(trainer, session)
+    ending = Ending(trainer, time.time())
+    _at_every_boundary(trainer, session, ending)
     if session.adapts:
-        session.explain = functools.partial(resumable, args=trainer.args, since_s=time.time())
+        session.explain = ending.explained
         survive(trainer, session)
     try:
         found = _named(fit, session)
     except BaseException as error:
+        ending.tell(error)
         session.close(f"failed: {type(error).__name__}: {error}")
         raise
     session.close()
@@ -80,7 +83,7 @@ def _named(fit: Callable[[], Any], session: Session) -> Any:
         raise
 
 
-def _at_every_boundary(trainer: Any, session: Session) -> None:
+def _at_every_boundary(trainer: Any, session: Session, ending: Ending) -> None:
     """Put the figures of each boundary into the next step's logs, and call the session after it."""
     save_logs = trainer.save_logs_and_checkpoints
     figures: dict[str, float] = {}
@@ -88,6 +91,7 @@ def _at_every_boundary(trainer: Any, session: Session) -> None:
     @functools.wraps(save_logs)
     def saved(global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
         save_logs(global_step, {**(logs_dict or {}), **figures}, client_states)
+        ending.step = global_step + 1
         figures.update(session.at_boundary())
 
     trainer.save_logs_and_checkpoints = saved

@@ -33,6 +33,7 @@ class Session:
 
     def __init__(self, change):
         self.lost, self._change = {"a node"}, change
+        self.explain = lambda error: error
 
     def amid_step(self):
         self._change()

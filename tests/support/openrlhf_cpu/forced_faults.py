@@ -1,6 +1,7 @@
 """What can be made to fail in a job under test, once; which are arranged is `forced`'s business."""
 
 import os
+import time
 from pathlib import Path
 
 
@@ -84,6 +85,33 @@ def hung_broadcast():
 
 def kill_an_engine(running):
     _kill(next(iter(running.engines.values())))
+
+
+def kill_the_generator(trainer):
+    """End the generator's process once it generates: it holds the lock, and begins when the
+    boundary that this is called in has ended."""
+    import threading
+
+    threading.Thread(target=_kill_amid_generation, args=(trainer.vllm_lock,), daemon=True).start()
+
+
+def _kill_amid_generation(lock):
+    import signal
+
+    import ray
+    from ray._private.state import actors
+
+    deadline_s = time.monotonic() + 60
+    while not ray.get(lock.__ray_call__.remote(_is_held), timeout=60):
+        assert time.monotonic() < deadline_s, "no generation after 60 s"
+        time.sleep(0.01)
+    told = [one for one in actors().values() if one["ActorClassName"] == "GenerateSamplesActor"]
+    (generator,) = told
+    os.kill(generator["Pid"], signal.SIGKILL)
+
+
+def _is_held(lock):
+    return lock._lock.locked()
 
 
 FAULTS = {

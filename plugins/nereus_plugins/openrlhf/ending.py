@@ -1,0 +1,147 @@
+"""ending: an asynchronous job whose generation failed ends with a name, and its session closes.
+
+OpenRLHF's controller of an asynchronous job waits for generator and trainer at once. When the
+generator dies, or an engine under it, the controller ends in Ray's words and takes the trainer
+along, wherever that waits: for responses, or for the lock that the dead generator held. Here the
+controller first says in the directory what failed, which ends the trainer's wait; the trainer,
+which knows step and checkpoint, closes its session with the error that the controller then ends
+with.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nereus_core.errors import NereusError, StateLost
+from nereus_plugins.openrlhf.directory import ATTRIBUTE, CALL_S, find
+
+ENDS_S = 120.0
+"""Longest wait until the trainer has ended too, which may be in the middle of a step. Chosen, not
+measured: longer than it looks for a lost node (`surviving.NODE_S`)."""
+RESUME = "the same command and --ckpt.load_enable"
+_OF_ACTOR = re.compile(r"(?m)^\s*(class_name|pid|ip): (\S+)$")
+"""Lines by which Ray's error of a dead actor says which it was."""
+
+
+class GenerationLost(NereusError):
+    """What generates in an asynchronous job is gone; the job must resume from a checkpoint."""
+
+    def __init__(self, what: str, step: int, checkpoint: str | None) -> None:
+        self.what, self.step, self.checkpoint = what, step, checkpoint
+        where = (
+            f"the newest checkpoint is {checkpoint}. Resume with: {RESUME}."
+            if checkpoint
+            else "no checkpoint was kept: set --ckpt.save_steps."
+        )
+        super().__init__(f"generation ended in step {step}: {what}; {where}")
+
+
+@dataclass(slots=True)
+class Ending:
+    """Says of a trainer's error what is known of its cause, and where to go on.
+
+    Args:
+        trainer: The trainer.
+        since_s: When the job began, in seconds of the clock of files.
+    """
+
+    trainer: Any
+    since_s: float
+    step: int = 1
+    """In which the job is, from 1."""
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error, or what it comes of."""
+        from ray.exceptions import RayError
+
+        checkpoint = newest_checkpoint(self.trainer.args, self.since_s)
+        if isinstance(error, StateLost) and checkpoint is not None:
+            return StateLost(error.stage, checkpoint, RESUME)
+        if isinstance(error, RayError) and (what := self._failed()) is not None:
+            return GenerationLost(what, self.step, checkpoint)
+        return error
+
+    def tell(self, error: BaseException) -> None:
+        """Let the controller of an asynchronous job end with the same error."""
+        if isinstance(error, GenerationLost):
+            self._ask("end", error)
+
+    def _failed(self) -> str | None:
+        found: str | None = self._ask("failed")
+        return found
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        import ray
+
+        directory = getattr(self.trainer, ATTRIBUTE, None)
+        if directory is None:
+            return None
+        return ray.get(getattr(directory, method).remote(*args), timeout=CALL_S)
+
+
+def newest_checkpoint(args: Any, since_s: float) -> str | None:
+    """Return the folder of OpenRLHF's newest checkpoint; None where the job has none.
+
+    Args:
+        args: Of the job.
+        since_s: What is older than this is another job's, unless this one was told to load it.
+    """
+    latest = Path(args.ckpt.path) / "_actor" / "latest"
+    try:
+        newest = latest.with_name(latest.read_text(encoding="utf-8").strip())
+        if latest.stat().st_mtime < since_s and not args.ckpt.load_enable:
+            return None
+    except OSError:
+        return None
+    return str(newest)
+
+
+def named(fit: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+    """Return the loop of an asynchronous job's controller, which ends with a name.
+
+    Args:
+        fit: OpenRLHF's own loop.
+        name: Of the directory.
+    """
+
+    @functools.wraps(fit)
+    def fit_named(self: Any) -> Any:
+        from ray.exceptions import RayError
+
+        try:
+            return fit(self)
+        except RayError as error:
+            raise _cause(self.trainer_actor, name, error) from error
+
+    return fit_named
+
+
+def _cause(trainer_actor: Any, name: str, error: Exception) -> Exception:
+    """Let the trainer end, and return the error that it ended with; or the one that there was."""
+    import ray
+
+    directory = find(name)
+    if directory is None:  # the trainer has not begun, or its process is what has died
+        return error
+    try:
+        ray.get(directory.fail.remote(_said(error)), timeout=CALL_S)
+        # behind the loop that the trainer is in
+        ray.wait([trainer_actor.__ray_ready__.remote()], timeout=ENDS_S)
+        told: Exception | None = ray.get(directory.ended.remote(), timeout=CALL_S)
+    except ray.exceptions.RayError:
+        return error
+    return told or error
+
+
+def _said(error: Exception) -> str:
+    """Say what failed: the actor that died, else the error that was raised."""
+    found = dict(_OF_ACTOR.findall(str(error)))
+    if {"class_name", "pid", "ip"} <= found.keys():
+        return f"{found['class_name']} died (pid {found['pid']} on {found['ip']})"
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}"

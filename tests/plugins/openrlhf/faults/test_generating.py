@@ -1,0 +1,62 @@
+"""Asynchronous jobs whose generator, or an engine under it, is killed while it generates."""
+
+import re
+import time
+
+import openrlhf_job
+import pytest
+from openrlhf_seen import adapt
+
+pytestmark = pytest.mark.real
+
+JOB = {
+    "train__async_enable": True,
+    "algo__kl__init_coef": 0,
+    "algo__kl__use_loss": False,
+    "ckpt__save_steps": 1,
+    "ckpt__max_num": 5,
+    "data__max_samples": 40,
+}
+ENDED = re.compile(
+    r"GenerationLost: generation ended in step (\d): (\w+) died \(pid \d+ on [\d.]+\); "
+    r"the newest checkpoint is (\S+/ckpt/_actor/global_step(\d))\. "
+    r"Resume with: the same command and --ckpt\.load_enable\."
+)
+
+
+def killed(assets, folder, fault):
+    """Run a job in which it strikes after two steps; returns what was said, and the job."""
+    ran, _, events = adapt(
+        assets, folder, {}, faults={"2": [fault]}, ends="failed: GenerationLost", **JOB
+    )
+    found = ENDED.search(events[-1].outcome)
+    assert found, events[-1].outcome
+    # the driver, and with it the user, is told the same
+    assert found[0] in ran.output
+    steps = len(ran.steps())
+    assert steps >= 2
+    assert int(found[4]) == steps
+    assert int(found[1]) == steps + 1
+    return found, ran
+
+
+def test_a_killed_generator_is_named_with_the_step_and_the_job_goes_on_from_its_checkpoint(
+    assets, tmp_path
+):
+    start_s = time.monotonic()
+    found, ran = killed(assets, tmp_path, "dead generator")
+    assert found[2] == "GenerateSamplesActor"
+    assert ran.wall_s <= time.monotonic() - start_s < 240
+    again = openrlhf_job.run(
+        openrlhf_job.flags(assets, tmp_path, ckpt__load_enable=True, **JOB),
+        tmp_path / "again",
+        module="openrlhf.cli.train_ppo_ray",
+    )
+    assert again.code == 0, again.output[-6000:]
+    numbers = [step["step"] for step in again.steps()]
+    assert numbers == [float(n) for n in range(int(found[1]), 6)]
+
+
+def test_a_killed_engine_of_a_generator_is_named_with_the_step(assets, tmp_path):
+    found, _ = killed(assets, tmp_path, "dead engine")
+    assert found[2] == "RolloutRayActor"
