@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from nereus_core.errors import WaitTimeout
+from nereus_plugins.deadline import deadline
+
+ALARM_S = 5.0
+"""From Ray's own timeout to the alarm, which is for waits that are not Ray's. Chosen."""
 
 
 @contextmanager
@@ -38,3 +42,10 @@ def ray_waits(awaited: str, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         ray.get = once
+
+
+@contextmanager
+def limited(awaited: str, timeout_s: float) -> Iterator[None]:
+    """Raise WaitTimeout, naming what was awaited, whatever it is that a block waits for."""
+    with ray_waits(awaited, timeout_s), deadline(awaited, timeout_s + ALARM_S):
+        yield

@@ -27,6 +27,7 @@ def adapt(
     leave=None,
     node=None,
     admission="never",
+    step_s=3600,
     gpus=None,
     max_devices=None,
     **changes,
@@ -38,7 +39,7 @@ def adapt(
     gpus = gpus or (2 if node else 8)
     words = ["--nereus.enable", "--nereus.mode=adapt", f"--nereus.policy.admission={admission}",
              f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}",
-             "--nereus.backend.start_s=240"]  # fmt: skip
+             "--nereus.backend.start_s=240", f"--nereus.timeouts.step_s={step_s}"]  # fmt: skip
     if max_devices:
         words.append(f"--nereus.backend.max_devices={max_devices}")
     seen = folder / "seen.jsonl"

@@ -57,11 +57,11 @@ class Ending:
 
     def explained(self, error: Exception) -> Exception:
         """Return the error, or what it comes of."""
+        checkpoint = newest_checkpoint(self.trainer.args, self.since_s)
+        if isinstance(error, StateLost):
+            return StateLost(error.stage, checkpoint, RESUME) if checkpoint else error
         from ray.exceptions import RayError
 
-        checkpoint = newest_checkpoint(self.trainer.args, self.since_s)
-        if isinstance(error, StateLost) and checkpoint is not None:
-            return StateLost(error.stage, checkpoint, RESUME)
         if isinstance(error, RayError) and (what := self._failed()) is not None:
             return GenerationLost(what, self.step, checkpoint)
         return error

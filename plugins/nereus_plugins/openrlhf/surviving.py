@@ -3,7 +3,8 @@
 A node that goes without notice shows in the middle of a step: a call to an engine or to a rank
 fails. Generation, the making of experience and the broadcast of weights change nothing that a job
 learns, so once the session has changed the job they are done again. Where a node took state along -
-a rank of a group that trains - the session says so, and the job ends with that error.
+a rank of a group that trains - the session says so, and the job ends with that error. OpenRLHF
+waits for all of them without an end; here each has one, `timeouts.step_s`, and a name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
 from nereus_core.errors import WaitTimeout
+from nereus_plugins.ray_waits import limited
 from nereus_plugins.session import Session
 
 T = TypeVar("T")
@@ -69,8 +71,20 @@ def survive(trainer: Any, session: Session) -> None:
 
     The generator of an asynchronous job is another process, of which nothing is done again.
     """
+    step_s = session.config.timeouts.step_s
+
+    def ended(part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            with limited(f"{part} of a step", step_s):
+                return run(*args, **kwargs)
+
+        return bounded
+
+    if (queue := getattr(trainer, "rollout_queue", None)) is not None:
+        queue.get = ended("the generator's responses", queue.get)
     if (generator := getattr(trainer, "samples_generator", None)) is not None:
-        generate, last = generator._generate_vllm, Drawn(iter(()))
+        generate, last = ended("generation", generator._generate_vllm), Drawn(iter(()))
 
         @functools.wraps(generate)
         def generated(dataloader_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,8 +101,10 @@ def survive(trainer: Any, session: Session) -> None:
             return found
 
         generator._generate_vllm = generated
-    maker, broadcast = trainer.experience_maker, trainer.broadcast_to_vllm
-    make, train = maker.make_experience_batch, trainer.ppo_train
+    maker = trainer.experience_maker
+    make = ended("the experience", maker.make_experience_batch)
+    broadcast = ended("the broadcast of weights", trainer.broadcast_to_vllm)
+    train = ended("the training", trainer.ppo_train)
 
     @functools.wraps(make)
     def made(rollout_samples: Any) -> Any:

@@ -3,9 +3,10 @@
 `OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of indices in
 the devices that the stage began on; a unit of several devices is tensor-parallel. What was seen
 goes to `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step ->
-names of faults (see FAULTS) that strike the transition of that step; "dead engine" and "dead
-generator" strike between steps. `OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of devices that are asked
-back from then on, none where it is empty; what Nereus does about it is its own decision.
+names of faults (see FAULTS) that strike the transition of that step; "dead engine", "dead
+generator" and "hung broadcast" strike after it. `OPENRLHF_TEST_LEAVE` holds JSON: RL step ->
+model-stage -> indices of devices that are asked back from then on, none where it is empty; what
+Nereus does about it is its own decision.
 `OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained", "gone" or "killed", which is what becomes of
 the Ray node at 127.0.0.2 before the boundary of that step; "killed amid generation", "...
 experience" or "... broadcast" strikes in the step that follows, and Nereus is told nothing; "came"
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 import forced_nodes
-from forced_faults import FAULTS, kill_an_engine, kill_the_generator
+from forced_faults import FAULTS, kill_an_engine, kill_the_generator, stop_before_broadcast
 from forced_look import look, same_tokens, timed_phases, trains_on, waits_on
 from post_import import on_import
 
@@ -104,6 +105,8 @@ def _session(module):
             kill_an_engine(running)
         elif "dead generator" in faults.get(str(step), ()):
             kill_the_generator(running.trainer)
+        elif "hung broadcast" in faults.get(str(step), ()):
+            stop_before_broadcast(running)
         return figures
 
     module.Session.at_boundary, module.Session.amid_step = at_boundary, amid_step

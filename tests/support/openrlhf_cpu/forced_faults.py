@@ -63,16 +63,34 @@ def _stopped(actor):
     return pids
 
 
-def hung_broadcast():
+def _stop(engine):
+    """Stop the core of an engine, and note its processes."""
     import ray
 
+    pids = ray.get(engine.__ray_call__.remote(_stopped), timeout=60)
+    with Path(os.environ["OPENRLHF_TEST_SEEN"]).with_suffix(".pids").open("w") as lines:
+        lines.write("\n".join(map(str, pids)))
+
+
+def stop_before_broadcast(running):
+    """Stop an engine in the next step, when its weights are about to come."""
+    (engine, *_), group = running.engines.values(), running.trainer.actor_model_group
+    begin = group.async_run_method
+
+    def begun(method_name, *args, **kwargs):
+        if method_name == "broadcast_to_vllm":
+            group.async_run_method = begin
+            _stop(engine)
+        return begin(method_name, *args, **kwargs)
+
+    group.async_run_method = begun
+
+
+def hung_engine():
     from nereus_adapters.openrlhf import engines
 
     def stop_first(*_):
-        engine = handles_of_engines[0]
-        pids = ray.get(engine.__ray_call__.remote(_stopped), timeout=60)
-        with Path(os.environ["OPENRLHF_TEST_SEEN"]).with_suffix(".pids").open("w") as lines:
-            lines.write("\n".join(map(str, pids)))
+        _stop(handles_of_engines[0])
 
     handles_of_engines = []
 
@@ -117,6 +135,6 @@ def _is_held(lock):
 FAULTS = {
     "killed rank": killed_rank,
     "killed engine": killed_engine,
-    "hung engine": hung_broadcast,
+    "hung engine": hung_engine,
 }
 """What OPENRLHF_TEST_FAULT may name: a function that arranges for the fault, once."""

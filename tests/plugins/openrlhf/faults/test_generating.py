@@ -1,6 +1,9 @@
-"""Asynchronous jobs whose generator, or an engine under it, is killed while it generates."""
+"""Asynchronous jobs whose generator or engine is killed, and a broadcast that hangs, in a step."""
 
+import contextlib
+import os
 import re
+import signal
 import time
 
 import openrlhf_job
@@ -60,3 +63,23 @@ def test_a_killed_generator_is_named_with_the_step_and_the_job_goes_on_from_its_
 def test_a_killed_engine_of_a_generator_is_named_with_the_step(assets, tmp_path):
     found, _ = killed(assets, tmp_path, "dead engine")
     assert found[2] == "RolloutRayActor"
+
+
+def test_a_broadcast_that_hangs_in_a_step_ends_the_job_by_name(assets, tmp_path):
+    """OpenRLHF alone would wait for the engine for ever."""
+    try:
+        ran, _, _ = adapt(
+            assets,
+            tmp_path,
+            {},
+            faults={"1": ["hung broadcast"]},
+            step_s=40,
+            ends="failed: WaitTimeout: waited 40 s for the broadcast of weights of a step",
+            **JOB | {"train__async_enable": False, "data__max_samples": 24},
+        )
+        assert len(ran.steps()) == 1
+        assert "waited 40 s for the broadcast of weights of a step" in ran.output
+    finally:  # a process that is stopped does not see that those it served are gone
+        for pid in (tmp_path / "seen.pids").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
