@@ -63,34 +63,39 @@ def _stopped(actor):
     return pids
 
 
-def _stop(engine):
-    """Stop the core of an engine, and note its processes."""
-    import ray
-
-    pids = ray.get(engine.__ray_call__.remote(_stopped), timeout=60)
+def _note(pids):
     with Path(os.environ["OPENRLHF_TEST_SEEN"]).with_suffix(".pids").open("w") as lines:
         lines.write("\n".join(map(str, pids)))
 
 
 def stop_before_broadcast(running):
-    """Stop an engine in the next step, when its weights are about to come."""
+    """Stop an engine's actor in the next step, when its weights are about to come."""
+    import signal
+
+    import ray
+
     (engine, *_), group = running.engines.values(), running.trainer.actor_model_group
     begin = group.async_run_method
 
     def begun(method_name, *args, **kwargs):
         if method_name == "broadcast_to_vllm":
             group.async_run_method = begin
-            _stop(engine)
+            pid = ray.get(engine.__ray_call__.remote(own_pid), timeout=60)
+            os.kill(pid, signal.SIGSTOP)
+            _note([pid])
         return begin(method_name, *args, **kwargs)
 
     group.async_run_method = begun
 
 
 def hung_engine():
+    import ray
+
     from nereus_adapters.openrlhf import engines
 
     def stop_first(*_):
-        _stop(handles_of_engines[0])
+        engine = handles_of_engines[0]
+        _note(ray.get(engine.__ray_call__.remote(_stopped), timeout=60))
 
     handles_of_engines = []
 
