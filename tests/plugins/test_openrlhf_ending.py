@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 from nereus_core.errors import StateLost
-from nereus_plugins.openrlhf.ending import Ending, GenerationLost
+from nereus_plugins.openrlhf.ending import Ending, StepLost
 
 
 def test_lost_state_is_told_with_the_newest_checkpoint_where_there_is_one(tmp_path):
@@ -22,19 +22,19 @@ def test_lost_state_is_told_with_the_newest_checkpoint_where_there_is_one(tmp_pa
 
 
 def test_a_job_without_a_checkpoint_is_told_how_to_have_one():
-    error = GenerationLost("GenerateSamplesActor died (pid 7 on 10.0.0.1)", 3, None)
+    error = StepLost("GenerateSamplesActor died (pid 7 on 10.0.0.1)", 3, None)
     assert str(error) == (
-        "generation ended in step 3: GenerateSamplesActor died (pid 7 on 10.0.0.1); "
+        "step 3 was not ended: GenerateSamplesActor died (pid 7 on 10.0.0.1); "
         "no checkpoint was kept: set --ckpt.save_steps."
     )
 
 
 def test_an_error_goes_from_one_process_to_another_as_it_is():
     """Its parameters are not its message: unpickled by Python's own way it would raise another."""
-    error = GenerationLost("it died", 3, "ckpt/global_step2")
+    error = StepLost("it died", 3, "ckpt/global_step2")
     error.__notes__ = ["seen on CPU"]
     there = pickle.loads(pickle.dumps(error))
-    assert type(there) is GenerationLost
+    assert type(there) is StepLost
     assert str(there) == str(error)
     assert (there.what, there.step, there.checkpoint) == ("it died", 3, "ckpt/global_step2")
     assert there.__notes__ == ["seen on CPU"]

@@ -1,11 +1,11 @@
-"""ending: an asynchronous job whose generation failed ends with a name, and its session closes.
+"""ending: a job that cannot go on says what has died, in which step, and where it can resume.
 
-OpenRLHF's controller of an asynchronous job waits for generator and trainer at once. When the
-generator dies, or an engine under it, the controller ends in Ray's words and takes the trainer
-along, wherever that waits: for responses, or for the lock that the dead generator held. Here the
-controller first says in the directory what failed, which ends the trainer's wait; the trainer,
-which knows step and checkpoint, closes its session with the error that the controller then ends
-with.
+In a synchronous job the trainer hears of it. OpenRLHF's controller of an asynchronous job waits for
+generator and trainer at once. When the generator dies, or an engine under it, the controller ends
+in Ray's words and takes the trainer along, wherever that waits: for responses, or for the lock that
+the dead generator held. Here the controller first says in the directory what failed, which ends the
+trainer's wait; the trainer, which knows step and checkpoint, closes its session with the error that
+the controller then ends with.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _OF_ACTOR = re.compile(r"(?m)^\s*(class_name|pid|ip): (\S+)$")
 """Lines by which Ray's error of a dead actor says which it was."""
 
 
-class GenerationLost(NereusError):
-    """What generates in an asynchronous job is gone; the job must resume from a checkpoint."""
+class StepLost(NereusError):
+    """A step cannot be ended, for a process has died; the job must resume from a checkpoint."""
 
     def __init__(self, what: str, step: int, checkpoint: str | None) -> None:
         self.what, self.step, self.checkpoint = what, step, checkpoint
@@ -38,7 +38,7 @@ class GenerationLost(NereusError):
             if checkpoint
             else "no checkpoint was kept: set --ckpt.save_steps."
         )
-        super().__init__(f"generation ended in step {step}: {what}; {where}")
+        super().__init__(f"step {step} was not ended: {what}; {where}")
 
 
 @dataclass(slots=True)
@@ -63,13 +63,24 @@ class Ending:
         from ray.exceptions import RayError
 
         if isinstance(error, RayError) and (what := self._failed()) is not None:
-            return GenerationLost(what, self.step, checkpoint)
+            return StepLost(what, self.step, checkpoint)
         return error
 
-    def tell(self, error: BaseException) -> None:
-        """Let the controller of an asynchronous job end with the same error."""
-        if isinstance(error, GenerationLost):
-            self._ask("end", error)
+    def last_word(self, error: Exception) -> Exception:
+        """Return what the job ends with; the controller of an asynchronous one is told it too.
+
+        Args:
+            error: It ended the trainer's loop, and nothing can be done about it.
+        """
+        from ray.exceptions import RayActorError
+
+        told = self.explained(error)
+        if isinstance(told, RayActorError):
+            checkpoint = newest_checkpoint(self.trainer.args, self.since_s)
+            told = StepLost(_said(told), self.step, checkpoint)
+        if isinstance(told, StepLost):
+            self._ask("end", told)
+        return told
 
     def _failed(self) -> str | None:
         found: str | None = self._ask("failed")

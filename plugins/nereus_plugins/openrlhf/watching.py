@@ -63,8 +63,13 @@ def run_watched(
         survive(trainer, session)
     try:
         found = _named(fit, session)
+    except Exception as error:
+        told = ending.last_word(error) if session.adapts else error
+        session.close(f"failed: {type(told).__name__}: {told}")
+        if told is error:
+            raise
+        raise told from error
     except BaseException as error:
-        ending.tell(error)
         session.close(f"failed: {type(error).__name__}: {error}")
         raise
     session.close()

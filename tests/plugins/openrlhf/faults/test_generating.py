@@ -21,7 +21,7 @@ JOB = {
     "data__max_samples": 40,
 }
 ENDED = re.compile(
-    r"GenerationLost: generation ended in step (\d): (\w+) died \(pid \d+ on [\d.]+\); "
+    r"StepLost: step (\d) was not ended: (\w+) died \(pid \d+ on [\d.]+\); "
     r"the newest checkpoint is (\S+/ckpt/_actor/global_step(\d))\. "
     r"Resume with: the same command and --ckpt\.load_enable\."
 )
@@ -30,7 +30,7 @@ ENDED = re.compile(
 def killed(assets, folder, fault):
     """Run a job in which it strikes after two steps; returns what was said, and the job."""
     ran, _, events = adapt(
-        assets, folder, {}, faults={"2": [fault]}, ends="failed: GenerationLost", **JOB
+        assets, folder, {}, faults={"2": [fault]}, ends="failed: StepLost", **JOB
     )
     found = ENDED.search(events[-1].outcome)
     assert found, events[-1].outcome
