@@ -15,7 +15,7 @@ pytestmark = pytest.mark.real
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "openrlhf_ppo"
 ON_A_CPU = {
-    "data.max_len": 64,
+    "data.max_len": 128,
     "data.max_samples": 16,
     "rollout.max_new_tokens": 16,
     "rollout.batch_size": 8,
