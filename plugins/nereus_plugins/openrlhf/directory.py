@@ -24,10 +24,11 @@ class Directory:
 
     Args:
         waited_for: Actors of Ray in which an asynchronous job's trainer waits for its generator.
+        ranks: All ranks of the job's groups.
     """
 
-    def __init__(self, waited_for: Sequence[Any] = ()) -> None:
-        self._waited_for = waited_for
+    def __init__(self, waited_for: Sequence[Any] = (), ranks: Sequence[Any] = ()) -> None:
+        self._waited_for, self._ranks = waited_for, list(ranks)
         self._failed: str | None = None
         self._ended: Exception | None = None
         self._version = 0
@@ -39,6 +40,7 @@ class Directory:
         self._version += 1
         self._engines = list(engines)
         self._groups = {first: list(handles) for first, handles in groups.items()}
+        self._ranks = [handle for handles in groups.values() for handle in handles]
 
     def engines_since(self, version: int) -> tuple[int, list[Any]] | None:
         """Return the engines of now and their version, None when that is the one given."""
@@ -55,6 +57,13 @@ class Directory:
         self._failed = what
         for actor in self._waited_for:
             ray.kill(actor)
+
+    def cut_short(self) -> None:
+        """End the ranks, and with them whatever the trainer has asked of them and waits for."""
+        import ray
+
+        for rank in self._ranks:
+            ray.kill(rank)
 
     def failed(self) -> str | None:
         """Return what generation failed of; None while it goes on."""
@@ -79,7 +88,10 @@ def open_on(trainer: Any, name: str) -> None:
     waited_for = []
     if (lock := getattr(trainer, "vllm_lock", None)) is not None:
         waited_for = [lock, trainer.rollout_queue.actor, trainer.rollout_slots.actor]
-    opened = actor_class.options(name=name, scheduling_strategy=here).remote(waited_for)
+    named = ("actor", "critic", "reward", "reference")
+    groups = [getattr(trainer, f"{which}_model_group", None) for which in named]
+    ranks = [rank for group in groups if group is not None for rank in group._actor_handlers]
+    opened = actor_class.options(name=name, scheduling_strategy=here).remote(waited_for, ranks)
     setattr(trainer, ATTRIBUTE, opened)
 
 

@@ -21,6 +21,8 @@ from nereus_core.errors import NereusError, StateLost
 from nereus_plugins.banner import say
 from nereus_plugins.openrlhf.directory import ATTRIBUTE, CALL_S, find
 
+ENDS_S = 30.0
+"""For the trainer to end by itself, and again when its step was cut short. Chosen, not measured."""
 RESUME = "the same command and --ckpt.load_enable"
 _OF_ACTOR = re.compile(r"(?m)^\s*(class_name|pid|ip): (\S+)$")
 """Lines by which Ray's error of a dead actor says which it was."""
@@ -110,13 +112,12 @@ def newest_checkpoint(args: Any, since_s: float) -> str | None:
     return str(newest)
 
 
-def named(fit: Callable[[Any], Any], name: str, step_s: float) -> Callable[[Any], Any]:
+def named(fit: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
     """Return the loop of an asynchronous job's controller, which ends with a name.
 
     Args:
         fit: OpenRLHF's own loop.
         name: Of the directory.
-        step_s: Longest wait until the trainer has ended too, which may be in the middle of a step.
     """
 
     @functools.wraps(fit)
@@ -126,23 +127,30 @@ def named(fit: Callable[[Any], Any], name: str, step_s: float) -> Callable[[Any]
         try:
             return fit(self)
         except RayError as error:
-            raise _cause(self.trainer_actor, name, error, step_s) from error
+            raise _cause(self.trainer_actor, name, error) from error
 
     return fit_named
 
 
-def _cause(trainer_actor: Any, name: str, error: Exception, step_s: float) -> Exception:
-    """Let the trainer end, and return the error that it ended with; or the one that there was."""
+def _cause(trainer_actor: Any, name: str, error: Exception) -> Exception:
+    """Let the trainer end, and return the error that it ended with; or the one that there was.
+
+    It may be in the middle of a step, or of a broadcast to an engine that is gone: what it then
+    waits for is cut short.
+    """
     import ray
 
     directory = find(name)
     if directory is None:  # the trainer has not begun, or its process is what has died
         return error
     try:
-        say(f"[nereus] the job ends with this step: {_said(error)}")
+        say(f"[nereus] the job ends: {_said(error)}")
         ray.get(directory.fail.remote(_said(error)), timeout=CALL_S)
-        # behind the loop that the trainer is in
-        ray.wait([trainer_actor.__ray_ready__.remote()], timeout=step_s)
+        left = [trainer_actor.__ray_ready__.remote()]  # behind the loop that it is in
+        _, left = ray.wait(left, timeout=ENDS_S)
+        if left:
+            ray.get(directory.cut_short.remote(), timeout=CALL_S)
+            ray.wait(left, timeout=ENDS_S)
         told: Exception | None = ray.get(directory.ended.remote(), timeout=CALL_S)
     except ray.exceptions.RayError:
         return error

@@ -75,8 +75,7 @@ def prepare(config: NereusConfig) -> None:
         _wrap(_travelling(module, actor), "fit", lambda fit: watched(fit, config, name))
     if name is not None:
         _wrap(_travelling(_ASYNC, "GenerateSamplesActor"), "fit", lambda fit: following(fit, name))
-        step_s = config.timeouts.step_s
-        _wrap(_travelling(_ASYNC, "PPOTrainerAsync"), "fit", lambda fit: named(fit, name, step_s))
+        _wrap(_travelling(_ASYNC, "PPOTrainerAsync"), "fit", lambda fit: named(fit, name))
         group = importlib.import_module(_LAUNCHER).RayActorGroup
         _wrap(group, "async_save_model", lambda save: saving_current(save, name))
 
