@@ -28,9 +28,19 @@ ENDED = re.compile(
 
 
 def killed(assets, folder, fault):
-    """Run a job in which it strikes after two steps; returns what was said, and the job."""
+    """Run a job in which it strikes after two steps; returns what was said, and the job.
+
+    The trainer may then be in a broadcast to an engine that is gone, which ends after `group_s`:
+    later than the job may last.
+    """
     ran, _, events = adapt(
-        assets, folder, {}, faults={"2": [fault]}, ends="failed: StepLost", **JOB
+        assets,
+        folder,
+        {},
+        faults={"2": [fault]},
+        ends="failed: StepLost",
+        group_s=900,
+        **JOB,
     )
     found = ENDED.search(events[-1].outcome)
     assert found, events[-1].outcome
