@@ -20,6 +20,9 @@ class Seam:
     parameters: tuple[str, ...] | None = None
     """Parameter names that must be there, in this order; None when any signature will do."""
 
+    to_change: bool = False
+    """Needed only where a job is changed: one that is watched can do without."""
+
     def __str__(self) -> str:
         shape = "" if self.parameters is None else f"({', '.join(self.parameters)})"
         return f"{self.module}:{self.qualname}{shape}"

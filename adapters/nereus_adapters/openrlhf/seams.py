@@ -67,6 +67,21 @@ SEAMS = (
     Seam(_LAUNCHER, "RayActorGroup._actor_handlers"),
     Seam(_LAUNCHER, "RayActorGroup.ray_actor_type"),
     Seam(_LAUNCHER, "RayActorGroup.duplicate_actors"),
+    # What is written, so that a group or a rank takes another place.
+    *(
+        Seam(_LAUNCHER, name, to_change=True)
+        for name in (
+            "RayActorGroup._num_nodes",
+            "RayActorGroup._num_gpus_per_node",
+            "BaseDistributedActor._rank",
+            "BaseDistributedActor._world_size",
+            "BaseDistributedActor._master_addr",
+            "BaseDistributedActor._master_port",
+        )
+    ),
+    Seam("openrlhf.utils.deepspeed", "DeepspeedStrategy.ds_device_mesh", to_change=True),
+    Seam("openrlhf.utils.deepspeed", "DeepspeedStrategy.ds_tensor_parallel_size", to_change=True),
+    Seam(_ACTOR, "ActorPPOTrainer.vllm_engines", to_change=True),
     Seam(_ENGINE, "RolloutRayActor.llm"),
     Seam(_ACTOR, "ActorPPOTrainer.use_cuda_ipc"),
     Seam(_ACTOR, "PolicyModelActor.max_steps"),

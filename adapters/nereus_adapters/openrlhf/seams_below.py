@@ -7,6 +7,8 @@ would else show in the middle of a job.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nereus_core.declaration import Seam
 
 _RAY_STATE = "ray._private.state"
@@ -79,4 +81,4 @@ VLLM = (
     Seam("vllm.platforms", "current_platform"),
 )
 
-SEAMS_BELOW = (*RAY, *DEEPSPEED, *VLLM)
+SEAMS_BELOW = (*RAY, *(replace(seam, to_change=True) for seam in (*DEEPSPEED, *VLLM)))

@@ -31,6 +31,7 @@ class Directory:
         self._waited_for, self._ranks = waited_for, list(ranks)
         self._failed: str | None = None
         self._ended: Exception | None = None
+        self._saving = False
         self._version = 0
         self._engines: list[Any] = []
         self._groups: dict[str, list[Any]] = {}
@@ -58,12 +59,22 @@ class Directory:
         for actor in self._waited_for:
             ray.kill(actor)
 
-    def cut_short(self) -> None:
-        """End the ranks, and with them whatever the trainer has asked of them and waits for."""
+    def saving(self, begins: bool) -> None:
+        """Take in that a checkpoint is being written, or is whole."""
+        self._saving = begins
+
+    def cut_short(self) -> bool:
+        """End the ranks, and with them whatever the trainer has asked of them and waits for.
+
+        Returns whether it did: not while they write a checkpoint.
+        """
         import ray
 
+        if self._saving:
+            return False
         for rank in self._ranks:
             ray.kill(rank)
+        return True
 
     def failed(self) -> str | None:
         """Return what generation failed of; None while it goes on."""

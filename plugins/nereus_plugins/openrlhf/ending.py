@@ -11,59 +11,78 @@ the controller then ends with.
 from __future__ import annotations
 
 import functools
+import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from nereus_core.errors import NereusError, StateLost
+from nereus_core.errors import NereusError, StateLost, WaitTimeout
 from nereus_plugins.banner import say
+from nereus_plugins.openrlhf.checkpoints import Checkpoints
 from nereus_plugins.openrlhf.directory import ATTRIBUTE, CALL_S, find
 
 ENDS_S = 30.0
 """For the trainer to end by itself, and again when its step was cut short. Chosen, not measured."""
-RESUME = "the same command and --ckpt.load_enable"
+_log = logging.getLogger("nereus")
 _OF_ACTOR = re.compile(r"(?m)^\s*(class_name|pid|ip): (\S+)$")
 """Lines by which Ray's error of a dead actor says which it was."""
 
 
 class StepLost(NereusError):
-    """A step cannot be ended, for a process has died; the job must resume from a checkpoint."""
+    """A step cannot be ended, for a process has died or hangs; the job has to be resumed."""
 
-    def __init__(self, what: str, step: int, checkpoint: str | None) -> None:
-        self.what, self.step, self.checkpoint = what, step, checkpoint
+    def __init__(self, what: str, step: int, checkpoints: Checkpoints) -> None:
+        newest = checkpoints.newest
+        self.what, self.step = what, step
+        self.checkpoint = None if newest is None else newest.folder
         where = (
-            f"the newest checkpoint is {checkpoint}. Resume with: {RESUME}."
-            if checkpoint
-            else "no checkpoint was kept: set --ckpt.save_steps."
+            checkpoints.why_none
+            if newest is None
+            else f"the newest checkpoint is {newest}. Resume with: {newest.resume}"
         )
-        super().__init__(f"step {step} was not ended: {what}; {where}")
+        super().__init__(f"step {step} was not ended: {what}; {where}.")
 
 
-@dataclass(slots=True)
 class Ending:
     """Says of a trainer's error what is known of its cause, and where to go on.
 
     Args:
-        trainer: The trainer.
-        since_s: When the job began, in seconds of the clock of files.
+        trainer: The trainer, before its first step.
     """
 
-    trainer: Any
-    since_s: float
-    step: int = 1
-    """In which the job is, from 1."""
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._checkpoints = Checkpoints(trainer)
+        loaded = self._checkpoints.newest
+        self._step = 1 if loaded is None else loaded.step + 1
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Note that a step has ended, and that OpenRLHF saves what it keeps of it in this block."""
+        due = self._checkpoints.due(step)
+        if due:
+            self._ask("saving", True)
+        try:
+            yield
+            self._checkpoints.saved(step)
+            self._step = step + 1
+        finally:
+            if due:
+                self._ask("saving", False)
 
     def explained(self, error: Exception) -> Exception:
         """Return the error, or what it comes of."""
-        checkpoint = newest_checkpoint(self.trainer.args, self.since_s)
+        newest = self._checkpoints.newest
         if isinstance(error, StateLost):
-            return StateLost(error.stage, checkpoint, RESUME) if checkpoint else error
+            if newest is None or error.checkpoint is not None:
+                return error
+            return StateLost(error.stage, str(newest), newest.resume)
         from ray.exceptions import RayError
 
-        if isinstance(error, RayError) and (what := self._failed()) is not None:
-            return StepLost(what, self.step, checkpoint)
+        if isinstance(error, RayError) and (what := self._ask("failed")) is not None:
+            return StepLost(what, self._step, self._checkpoints)
         return error
 
     def last_word(self, error: Exception) -> Exception:
@@ -72,52 +91,36 @@ class Ending:
         Args:
             error: It ended the trainer's loop, and nothing can be done about it.
         """
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayError
 
         told = self.explained(error)
-        if isinstance(told, RayActorError):
-            checkpoint = newest_checkpoint(self.trainer.args, self.since_s)
-            told = StepLost(_said(told), self.step, checkpoint)
-        if isinstance(told, StepLost):
+        if isinstance(told, RayError | WaitTimeout):
+            told = StepLost(said(told), self._step, self._checkpoints)
+        if isinstance(told, NereusError):
             self._ask("end", told)
         return told
 
-    def _failed(self) -> str | None:
-        found: str | None = self._ask("failed")
-        return found
-
     def _ask(self, method: str, *args: Any) -> Any:
+        """Ask the directory; None where it is gone, which must not hide why the job ends."""
         import ray
 
-        directory = getattr(self.trainer, ATTRIBUTE, None)
+        directory = getattr(self._trainer, ATTRIBUTE, None)
         if directory is None:
             return None
-        return ray.get(getattr(directory, method).remote(*args), timeout=CALL_S)
-
-
-def newest_checkpoint(args: Any, since_s: float) -> str | None:
-    """Return the folder of OpenRLHF's newest checkpoint; None where the job has none.
-
-    Args:
-        args: Of the job.
-        since_s: What is older than this is another job's, unless this one was told to load it.
-    """
-    latest = Path(args.ckpt.path) / "_actor" / "latest"
-    try:
-        newest = latest.with_name(latest.read_text(encoding="utf-8").strip())
-        if latest.stat().st_mtime < since_s and not args.ckpt.load_enable:
+        try:
+            return ray.get(getattr(directory, method).remote(*args), timeout=CALL_S)
+        except ray.exceptions.RayError as error:
+            _log.warning("the directory of this run does not answer: %s", error)
             return None
-    except OSError:
-        return None
-    return str(newest)
 
 
-def named(fit: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+def named(fit: Callable[[Any], Any], name: str, step_s: float) -> Callable[[Any], Any]:
     """Return the loop of an asynchronous job's controller, which ends with a name.
 
     Args:
         fit: OpenRLHF's own loop.
         name: Of the directory.
+        step_s: Longest wait for the trainer, which may be saving a checkpoint.
     """
 
     @functools.wraps(fit)
@@ -127,16 +130,19 @@ def named(fit: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
         try:
             return fit(self)
         except RayError as error:
-            raise _cause(self.trainer_actor, name, error) from error
+            told = _cause(self.trainer_actor, name, error, step_s)
+            if told is error:
+                raise
+            raise told from error
 
     return fit_named
 
 
-def _cause(trainer_actor: Any, name: str, error: Exception) -> Exception:
+def _cause(trainer_actor: Any, name: str, error: Exception, step_s: float) -> Exception:
     """Let the trainer end, and return the error that it ended with; or the one that there was.
 
     It may be in the middle of a step, or of a broadcast to an engine that is gone: what it then
-    waits for is cut short.
+    waits for is cut short, but not a checkpoint.
     """
     import ray
 
@@ -144,23 +150,32 @@ def _cause(trainer_actor: Any, name: str, error: Exception) -> Exception:
     if directory is None:  # the trainer has not begun, or its process is what has died
         return error
     try:
-        say(f"[nereus] the job ends: {_said(error)}")
-        ray.get(directory.fail.remote(_said(error)), timeout=CALL_S)
-        left = [trainer_actor.__ray_ready__.remote()]  # behind the loop that it is in
-        _, left = ray.wait(left, timeout=ENDS_S)
-        if left:
-            ray.get(directory.cut_short.remote(), timeout=CALL_S)
-            ray.wait(left, timeout=ENDS_S)
+        say(f"[nereus] the job ends: {said(error)}")
+        ray.get(directory.fail.remote(said(error)), timeout=CALL_S)
+        left, cut = [trainer_actor.__ray_ready__.remote()], False  # behind the loop that it is in
+        end_s = time.monotonic() + step_s
+        while left and not cut and time.monotonic() < end_s:
+            _, left = ray.wait(left, timeout=ENDS_S)
+            cut = bool(left) and ray.get(directory.cut_short.remote(), timeout=CALL_S)
+        if left and not ray.wait(left, timeout=ENDS_S)[0]:
+            say(f"[nereus] the trainer has not ended {ENDS_S:.0f} s after its ranks were")
         told: Exception | None = ray.get(directory.ended.remote(), timeout=CALL_S)
-    except ray.exceptions.RayError:
+    except Exception as another:  # must not hide why the job ends
+        say(f"[nereus] the trainer could not be asked: {type(another).__name__}: {another}")
         return error
     return told or error
 
 
-def _said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """Say what failed: the actor that died, else the error that was raised."""
-    found = dict(_OF_ACTOR.findall(str(error)))
-    if {"class_name", "pid", "ip"} <= found.keys():
-        return f"{found['class_name']} died (pid {found['pid']} on {found['ip']})"
-    cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}"
+    from ray.exceptions import RayActorError
+
+    cause = error
+    while isinstance(inner := getattr(cause, "cause", None), BaseException) and inner is not cause:
+        cause = inner
+    if isinstance(cause, RayActorError):
+        found = dict(_OF_ACTOR.findall(str(cause)))
+        if {"class_name", "pid", "ip"} <= found.keys():
+            return f"{found['class_name']} died (pid {found['pid']} on {found['ip']})"
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[-1].rstrip('.')}" if lines else type(cause).__name__

@@ -4,7 +4,7 @@ A node that goes without notice shows in the middle of a step: a call to an engi
 fails. Generation, the making of experience and the broadcast of weights change nothing that a job
 learns, so once the session has changed the job they are done again. Where a node took state along -
 a rank of a group that trains - the session says so, and the job ends with that error. OpenRLHF
-waits for all of them without an end; here each has one, `timeouts.step_s`, and a name.
+waits for all of them without an end; here each has one, of `timeouts.step_s`, and a name.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ _LOOK_S = 0.5
 """Between two looks at Ray's nodes. Chosen."""
 SLEEP_S = 120.0
 """For engines to wake up, and to go to sleep; chosen, not measured."""
+GENERATIONS = 8
+"""Times `timeouts.step_s` that what waits for generation may take: filtering of prompts, agents of
+several turns and evaluations are in it. Chosen, not measured."""
+TIMES_LONGEST = 3.0
+"""Of the longest such part so far; chosen, not measured."""
 ATTEMPTS = 3
 """Nodes that may be lost in one part of a step; chosen, not measured."""
 
@@ -66,25 +71,43 @@ class Drawn:
         return self._source is source
 
 
+def limited_part(part: str, run: Callable[..., Any], limit_s: float) -> Callable[..., Any]:
+    """Return a part of a step, which ends with WaitTimeout where it takes too long.
+
+    That is longer than the limit and several times what it ever took: what has grown slowly is slow
+    and does not hang.
+    """
+    longest_s = 0.0
+
+    @functools.wraps(run)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        nonlocal longest_s
+        start_s = time.monotonic()
+        awaited = f"{part} (--nereus.timeouts.step_s allows for more)"
+        with limited(awaited, max(limit_s, TIMES_LONGEST * longest_s)):
+            found = run(*args, **kwargs)
+        longest_s = max(longest_s, time.monotonic() - start_s)
+        return found
+
+    return bounded
+
+
 def survive(trainer: Any, session: Session) -> None:
     """Let a trainer's steps go on after a node is lost.
 
     The generator of an asynchronous job is another process, of which nothing is done again.
     """
     step_s = session.config.timeouts.step_s
-
-    def ended(part: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def bounded(*args: Any, **kwargs: Any) -> Any:
-            with limited(f"{part} of a step", step_s):
-                return run(*args, **kwargs)
-
-        return bounded
-
+    long_s = GENERATIONS * step_s
+    sync_s = step_s
     if (queue := getattr(trainer, "rollout_queue", None)) is not None:
-        queue.get = ended("the generator's responses", queue.get)
+        queue.get = limited_part("the generator's responses", queue.get, long_s)
+        sync_s = long_s  # its lock is the generator's too
     if (generator := getattr(trainer, "samples_generator", None)) is not None:
-        generate, last = ended("generation", generator._generate_vllm), Drawn(iter(()))
+        generate, last = (
+            limited_part("generation", generator._generate_vllm, long_s),
+            Drawn(iter(())),
+        )
 
         @functools.wraps(generate)
         def generated(dataloader_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -102,9 +125,9 @@ def survive(trainer: Any, session: Session) -> None:
 
         generator._generate_vllm = generated
     maker = trainer.experience_maker
-    make = ended("the experience", maker.make_experience_batch)
-    broadcast = ended("the broadcast of weights", trainer.broadcast_to_vllm)
-    train = ended("the training", trainer.ppo_train)
+    make = limited_part("the experience", maker.make_experience_batch, step_s)
+    broadcast = limited_part("the broadcast of weights", trainer.broadcast_to_vllm, sync_s)
+    train = limited_part("the training", trainer.ppo_train, step_s)
 
     @functools.wraps(make)
     def made(rollout_samples: Any) -> Any:

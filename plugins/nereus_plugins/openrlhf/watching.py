@@ -9,7 +9,6 @@ after the weights went to the engines, becomes the boundary.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +55,7 @@ def run_watched(
             raise
         say(refusal(FRAMEWORK, error))
         return fit()
-    ending = Ending(trainer, time.time())
+    ending = Ending(trainer)
     _at_every_boundary(trainer, session, ending)
     if session.adapts:
         session.explain = ending.explained
@@ -95,8 +94,8 @@ def _at_every_boundary(trainer: Any, session: Session, ending: Ending) -> None:
 
     @functools.wraps(save_logs)
     def saved(global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
-        save_logs(global_step, {**(logs_dict or {}), **figures}, client_states)
-        ending.step = global_step + 1
+        with ending.saving(global_step):
+            save_logs(global_step, {**(logs_dict or {}), **figures}, client_states)
         figures.update(session.at_boundary())
 
     trainer.save_logs_and_checkpoints = saved

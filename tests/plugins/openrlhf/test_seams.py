@@ -9,7 +9,9 @@ import ray
 from nereus_adapters.openrlhf.seams_below import SEAMS_BELOW
 from nereus_core import seams
 from nereus_core.errors import SeamBroken
-from nereus_plugins.openrlhf.launch import launched
+from nereus_plugins.openrlhf import launch
+from nereus_plugins.openrlhf.launch import launched, prepare
+from nereus_plugins.settings import settings_of
 
 pytestmark = pytest.mark.real
 
@@ -51,3 +53,17 @@ def test_a_job_ends_before_ray_starts(module, qualname, without, monkeypatch, ca
     assert launched({"enable": True}, ["--no.flag", "of OpenRLHF is read before that"]) == 2
     assert f"SeamBroken: seam {module}:{qualname}" in "".join(capfd.readouterr())
     assert not ray.is_initialized()
+
+
+def test_a_job_that_is_watched_does_without_what_only_a_change_needs(without, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "_travelling", lambda module, name: name)
+    wrapped = []
+    monkeypatch.setattr(launch, "_wrap", lambda owner, name, around: wrapped.append((owner, name)))
+    without("vllm.v1.engine.utils", "get_mp_context")
+    prepare(settings_of({"enable": True, "mode": "observe"}, adapter="openrlhf"))
+    assert wrapped == [("PPOTrainer", "fit"), ("TrainingActor", "fit")]
+    said = "".join(capfd.readouterr())
+    assert "mode adapt is not to be had here: seam vllm.v1.engine.utils:get_mp_context" in said
+    without("ray.actor", "_modify_class")
+    with pytest.raises(SeamBroken):
+        prepare(settings_of({"enable": True, "mode": "observe"}, adapter="openrlhf"))

@@ -4,9 +4,9 @@
 the devices that the stage began on; a unit of several devices is tensor-parallel. What was seen
 goes to `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step ->
 names of faults (see FAULTS) that strike the transition of that step; "dead engine", "dead
-generator" and "hung broadcast" strike after it. `OPENRLHF_TEST_LEAVE` holds JSON: RL step ->
-model-stage -> indices of devices that are asked back from then on, none where it is empty; what
-Nereus does about it is its own decision.
+generator" and "hung broadcast" (also "... and dead generator") strike after it.
+`OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of devices that are asked back
+from then on, none where it is empty; what Nereus does about it is its own decision.
 `OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained", "gone" or "killed", which is what becomes of
 the Ray node at 127.0.0.2 before the boundary of that step; "killed amid generation", "...
 experience" or "... broadcast" strikes in the step that follows, and Nereus is told nothing; "came"
@@ -105,8 +105,8 @@ def _session(module):
             kill_an_engine(running)
         elif "dead generator" in faults.get(str(step), ()):
             kill_the_generator(running.trainer)
-        elif "hung broadcast" in faults.get(str(step), ()):
-            stop_before_broadcast(running)
+        elif found := [f for f in faults.get(str(step), ()) if f.startswith("hung broadcast")]:
+            stop_before_broadcast(running, also_generator="generator" in found[0])
         return figures
 
     module.Session.at_boundary, module.Session.amid_step = at_boundary, amid_step

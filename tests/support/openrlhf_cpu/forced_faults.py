@@ -68,7 +68,7 @@ def _note(pids):
         lines.write("\n".join(map(str, pids)))
 
 
-def stop_before_broadcast(running):
+def stop_before_broadcast(running, also_generator=False):
     """Stop an engine's actor in the next step, when its weights are about to come."""
     import signal
 
@@ -83,6 +83,8 @@ def stop_before_broadcast(running):
             pid = ray.get(engine.__ray_call__.remote(own_pid), timeout=60)
             os.kill(pid, signal.SIGSTOP)
             _note([pid])
+            if also_generator:
+                _kill_generator()
         return begin(method_name, *args, **kwargs)
 
     group.async_run_method = begun
@@ -119,15 +121,20 @@ def kill_the_generator(trainer):
 
 
 def _kill_amid_generation(lock):
-    import signal
-
     import ray
-    from ray._private.state import actors
 
     deadline_s = time.monotonic() + 60
     while not ray.get(lock.__ray_call__.remote(_is_held), timeout=60):
         assert time.monotonic() < deadline_s, "no generation after 60 s"
         time.sleep(0.01)
+    _kill_generator()
+
+
+def _kill_generator():
+    import signal
+
+    from ray._private.state import actors
+
     told = [one for one in actors().values() if one["ActorClassName"] == "GenerateSamplesActor"]
     (generator,) = told
     os.kill(generator["Pid"], signal.SIGKILL)

@@ -66,7 +66,7 @@ def test_what_fails_while_a_job_changes_leaves_the_old_job_and_what_dies_is_name
     assert len(ran.steps()) == 4
     assert re.search(
         r"StepLost: step 5 was not ended: RolloutRayActor died \(pid \d+ on [\d.]+\); "
-        r"no checkpoint was kept",
+        r"no checkpoint was kept: set --ckpt.save_steps",
         events[-1].outcome,
     )
     assert "StepLost: step 5 was not ended" in ran.output

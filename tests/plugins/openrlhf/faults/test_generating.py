@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 
 import openrlhf_job
 import pytest
@@ -56,10 +55,8 @@ def killed(assets, folder, fault):
 def test_a_killed_generator_is_named_with_the_step_and_the_job_goes_on_from_its_checkpoint(
     assets, tmp_path
 ):
-    start_s = time.monotonic()
-    found, ran = killed(assets, tmp_path, "dead generator")
+    found, _ = killed(assets, tmp_path, "dead generator")
     assert found[2] == "GenerateSamplesActor"
-    assert ran.wall_s <= time.monotonic() - start_s < 240
     again = openrlhf_job.run(
         openrlhf_job.flags(assets, tmp_path, ckpt__load_enable=True, **JOB),
         tmp_path / "again",
@@ -75,21 +72,49 @@ def test_a_killed_engine_of_a_generator_is_named_with_the_step(assets, tmp_path)
     assert found[2] == "RolloutRayActor"
 
 
-def test_a_broadcast_that_hangs_in_a_step_ends_the_job_by_name(assets, tmp_path):
-    """OpenRLHF alone would wait for the engine for ever."""
+def ends(assets, folder, fault, outcome, **changes):
+    """Run a job in which a process is stopped in its second step, and end that one after it."""
     try:
         ran, _, _ = adapt(
-            assets,
-            tmp_path,
-            {},
-            faults={"1": ["hung broadcast"]},
-            step_s=40,
-            ends="failed: WaitTimeout: waited 40 s for the broadcast of weights of a step",
-            **JOB | {"train__async_enable": False, "data__max_samples": 24},
-        )
+            assets, folder, {}, faults={"1": [fault]}, ends=outcome, group_s=900,
+            **JOB | {"data__max_samples": 24} | changes,
+        )  # fmt: skip
         assert len(ran.steps()) == 1
-        assert "waited 40 s for the broadcast of weights of a step" in ran.output
+        assert outcome.removeprefix("failed: ") in ran.output
     finally:  # a process that is stopped does not see that those it served are gone
-        for pid in (tmp_path / "seen.pids").read_text().split():
+        pids = folder / "seen.pids"
+        for pid in pids.read_text().split() if pids.exists() else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_broadcast_that_hangs_in_a_step_ends_the_job_by_name(assets, tmp_path):
+    """OpenRLHF alone would wait for the engine for ever."""
+    says = "failed: StepLost: step 2 was not ended: WaitTimeout: waited 60 s for the broadcast of"
+    ends(assets, tmp_path, "hung broadcast", says, step_s=60, train__async_enable=False)
+
+
+def test_a_trainer_in_a_broadcast_that_hangs_ends_when_the_generator_has_died(assets, tmp_path):
+    """It is given half a minute, then what it waits for is ended."""
+    says = "failed: StepLost: step 2 was not ended: GenerateSamplesActor died"
+    ends(assets, tmp_path, "hung broadcast and dead generator", says)
+
+
+def test_a_changed_job_goes_on_from_its_checkpoint_with_the_flags_that_it_said(assets, tmp_path):
+    """DeepSpeed loads it on as many ranks as saved it: one, where the job began on two."""
+    job = JOB | {"train__async_enable": False, "actor__num_gpus_per_node": 2}
+    _, _, events = adapt(
+        assets, tmp_path, {"1": {"actor/train": [[0]]}}, faults={"2": ["dead engine"]},
+        ends="failed: StepLost: step 3 was not ended", **job,
+    )  # fmt: skip
+    outcome = events[-1].outcome
+    assert "ckpt/_actor/global_step2. Resume with: the same command and " in outcome
+    flags = outcome.partition("the same command and ")[2].rstrip(".").split()
+    assert flags == ["--actor.num_gpus_per_node", "1", "--ckpt.load_enable"]
+    again = openrlhf_job.run(
+        [*openrlhf_job.flags(assets, tmp_path, **job), *flags],
+        tmp_path / "again",
+        module="openrlhf.cli.train_ppo_ray",
+    )
+    assert again.code == 0, again.output[-6000:]
+    assert [step["step"] for step in again.steps()] == [3.0, 4.0, 5.0]
