@@ -112,6 +112,28 @@ def kill_an_engine(running):
     _kill(next(iter(running.engines.values())))
 
 
+def kill_a_rank_amid_training(running):
+    """End the last rank of the actor in the next step, once it has been told to train."""
+    from nereus_core.workload import ACTOR_TRAIN
+
+    rank, group = running.handles(ACTOR_TRAIN)[-1], running.trainer.actor_model_group
+    begin = group.async_run_method
+
+    def begun(method_name, *args, **kwargs):
+        refs = begin(method_name, *args, **kwargs)
+        if method_name == "fit":
+            group.async_run_method = begin
+            os.kill(pid, signal.SIGKILL)
+        return refs
+
+    import signal
+
+    import ray
+
+    pid = ray.get(rank.__ray_call__.remote(own_pid), timeout=60)
+    group.async_run_method = begun
+
+
 def kill_the_generator(trainer):
     """End the generator's process once it generates: it holds the lock, and begins when the
     boundary that this is called in has ended."""

@@ -1,4 +1,4 @@
-"""Asynchronous jobs whose generator or engine is killed, and a broadcast that hangs, in a step."""
+"""Jobs in which something dies or hangs in a step: they say what, and where they can go on."""
 
 import contextlib
 import os
@@ -98,6 +98,12 @@ def test_a_trainer_in_a_broadcast_that_hangs_ends_when_the_generator_has_died(as
     """It is given half a minute, then what it waits for is ended."""
     says = "failed: StepLost: step 2 was not ended: GenerateSamplesActor died"
     ends(assets, tmp_path, "hung broadcast and dead generator", says)
+
+
+def test_a_rank_that_is_killed_while_it_trains_ends_the_job_by_name(assets, tmp_path):
+    """Its peer may be the first to hear of it, and say so in its own words."""
+    says = "failed: StepLost: step 2 was not ended: "
+    ends(assets, tmp_path, "dead rank", says, train__async_enable=False, actor__num_gpus_per_node=2)
 
 
 def test_a_changed_job_goes_on_from_its_checkpoint_with_the_flags_that_it_said(assets, tmp_path):
