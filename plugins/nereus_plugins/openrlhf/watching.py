@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from nereus_core.config import NereusConfig
@@ -46,24 +47,25 @@ def run_watched(
     Where Nereus cannot attach, the job goes on without it in modes observe and advise, with a
     warning; in mode adapt the error is the job's, before its first step.
     """
+    ending = None
     try:
         if name is not None:
             open_on(trainer, name)
+            ending = Ending(trainer)
         session = open_session(FRAMEWORK, trainer, bounded(config, trainer.args))
     except Exception as error:
         if config.enabled and config.mode == "adapt":
             raise
         say(refusal(FRAMEWORK, error))
         return fit()
-    ending = Ending(trainer)
     _at_every_boundary(trainer, session, ending)
-    if session.adapts:
+    if ending is not None:
         session.explain = ending.explained
         survive(trainer, session)
     try:
         found = _named(fit, session)
     except Exception as error:
-        told = ending.last_word(error) if session.adapts else error
+        told = error if ending is None else ending.last_word(error)
         session.close(f"failed: {type(told).__name__}: {told}")
         if told is error:
             raise
@@ -87,14 +89,14 @@ def _named(fit: Callable[[], Any], session: Session) -> Any:
         raise
 
 
-def _at_every_boundary(trainer: Any, session: Session, ending: Ending) -> None:
+def _at_every_boundary(trainer: Any, session: Session, ending: Ending | None) -> None:
     """Put the figures of each boundary into the next step's logs, and call the session after it."""
     save_logs = trainer.save_logs_and_checkpoints
     figures: dict[str, float] = {}
 
     @functools.wraps(save_logs)
     def saved(global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
-        with ending.saving(global_step):
+        with nullcontext() if ending is None else ending.saving(global_step):
             save_logs(global_step, {**(logs_dict or {}), **figures}, client_states)
         figures.update(session.at_boundary())
 
