@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from nereus_adapters.ray_calls import apart, inside
+from nereus_adapters.verl.ending import end
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.sleeping import Sleeper, Sleepers
 from nereus_core.cluster import Device
@@ -30,8 +31,8 @@ from nereus_core.units import Unit, UnitId
 _log = logging.getLogger("nereus")
 ANSWER_S = 30.0
 """For a server that slept to say that it is well. Chosen, not measured."""
-SHUTDOWN_S = 30.0
-"""For a server to end what it started, before it is killed. Chosen, not measured."""
+POLL_S = 0.05
+"""Between looks at what a server still has to answer. Chosen, not measured."""
 _RANKS = itertools.count(1000)
 """Ranks of replicas from here on are Nereus's own: verl numbers its own from 0 up. None comes twice
 in a process: servers are known by them, and outlive the adapter that started them."""
@@ -57,6 +58,7 @@ class Rollouts:
         sleepers: int,
     ) -> None:
         self._manager, self._weights = self._managers(trainer)
+        self._asynchronous = trainer.trainer_mode != "sync"
         self._trainer, self._fleet, self._timeout_s = trainer, fleet, timeout_s
         self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
         self._linked = set(self.replicas)
@@ -85,14 +87,14 @@ class Rollouts:
 
         async def up() -> None:
             await replica.launch_servers()
-            if self._trainer.trainer_mode != "sync":  # verl opens all of them after the next sync
+            if self._asynchronous:  # verl opens all of them after the next sync
                 await replica.abort_all_requests()
             await replica.sleep()
 
         try:
             self._wait(up, f"a rollout server for {unit.id}")
         except BaseException:
-            _end([replica])
+            end([replica])
             raise
         self.replicas[unit.id] = replica
 
@@ -113,7 +115,7 @@ class Rollouts:
 
     def leave(self, devices: Iterable[Device] | None = None) -> None:
         """End the replicas that sleep on any of some devices; on any at all by default."""
-        _end(self._sleepers.leave(None if devices is None else self._seats(devices)))
+        end(self._sleepers.leave(None if devices is None else self._seats(devices)))
 
     def end(self, unit: UnitId) -> None:
         """End a unit's replica: at once, or with the epoch switch where the job may need it.
@@ -128,7 +130,7 @@ class Rollouts:
                 self._woken.remove(unit)
                 self._retire([replica])
             else:
-                _end([replica])
+                self._over([replica], self._turn_away([replica]))
 
     def rank_of(self, unit: UnitId) -> int:
         """Return verl's rank of a unit's replica."""
@@ -173,12 +175,17 @@ class Rollouts:
 
     def _retire(self, replicas: Sequence[Any]) -> None:
         """Let replicas that no request goes to sleep on; the oldest make room for them."""
-        over = []
+        over, turning = [], []
         for replica, stays in zip(replicas, self._turn_away(replicas), strict=True):
             seats = tuple(worker._actor_id for worker in replica.workers)
             tp = int(replica.config.tensor_model_parallel_size)
             over += self._sleepers.keep(Sleeper(replica, tp, seats)) if stays else [replica]
-        _end(over)
+            turning += [replica] if stays else []
+        self._over(over, [replica in turning for replica in over])
+
+    def _over(self, replicas: Sequence[Any], turning: Sequence[bool]) -> None:
+        """End replicas; those of an asynchronous job that turn requests away keep a door."""
+        end(replicas, doors=turning if self._asynchronous else ())
 
     def _seats(self, devices: Iterable[Device]) -> list[Any]:
         return [worker._actor_id for worker in self._fleet.workers(devices).values()]
@@ -188,12 +195,12 @@ class Rollouts:
         try:
             asked = [apart(server, is_well) for server in replica.servers]
             if all(ray.get(asked, timeout=ANSWER_S)):
-                if self._trainer.trainer_mode != "sync":  # until now it has turned them away
+                if self._asynchronous:  # until now it has turned them away
                     self._wait(replica.abort_all_requests, "a sleeping rollout server to close")
                 return True
         except (NereusError, ray.exceptions.RayError) as error:
             _log.warning("a replica that slept is started anew: %s", error)
-        _end([replica])
+        end([replica])
         return False
 
     def _turn_away(self, replicas: Sequence[Any]) -> list[bool]:
@@ -204,7 +211,7 @@ class Rollouts:
         Returns:
             Of each, whether none is left that would wait there for as long as it sleeps.
         """
-        if self._trainer.trainer_mode == "sync" or not replicas:
+        if not self._asynchronous or not replicas:
             return [True] * len(replicas)
 
         async def abort() -> list[Any]:
@@ -254,7 +261,10 @@ async def _aborted(replica: Any) -> bool:
     await replica.abort_all_requests(
         **({"reject_request": True} if "reject_request" in known else {})
     )
-    return bool(await inside(replica.servers[0], let_go))
+    stays = bool(await inside(replica.servers[0], let_go))
+    while await inside(replica.servers[0], unanswered):
+        await asyncio.sleep(POLL_S)
+    return stays
 
 
 def let_go(server: Any) -> bool:
@@ -274,24 +284,15 @@ def let_go(server: Any) -> bool:
     return True
 
 
+def unanswered(server: Any) -> int:
+    """Count requests that vLLM has stopped and whose answers are on their way; runs inside it.
+
+    Its pause returns a moment after the engine is idle, whatever has become of these by then.
+    """
+    front = getattr(getattr(server, "engine", None), "output_processor", None)
+    return len(getattr(front, "request_states", ()))
+
+
 def is_well(server: Any) -> bool:
     """Whether a rollout server's engine is not known to have failed; runs inside it."""
     return not getattr(getattr(server, "engine", None), "errored", False)
-
-
-def shutdown_engine(server: Any) -> None:
-    """End what a rollout server started; runs inside it."""
-    engine: Any = getattr(server, "engine", None)
-    if hasattr(engine, "shutdown"):
-        engine.shutdown()
-
-
-def _end(replicas: Sequence[Any]) -> None:
-    servers = [server for replica in replicas for server in getattr(replica, "servers", [])]
-    asked = [apart(server, shutdown_engine) for server in servers]
-    for server, answer in zip(servers, asked, strict=True):
-        try:
-            ray.get(answer, timeout=SHUTDOWN_S)
-        except Exception as error:  # a server that does not answer is ended all the same
-            _log.warning("a rollout server did not end its engine and is killed: %s", error)
-        ray.kill(server)

@@ -15,10 +15,11 @@ from typing import Any
 import ray
 
 from nereus_adapters.ray_calls import outcome
+from nereus_adapters.verl.ending import end
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.limits import limited
 from nereus_adapters.verl.placing import started_in
-from nereus_adapters.verl.rollouts import _RANKS, Rollouts, _end
+from nereus_adapters.verl.rollouts import _RANKS, Rollouts
 from nereus_core.cluster import Device
 from nereus_core.units import Unit, UnitId
 
@@ -90,8 +91,8 @@ class Standalone(Rollouts):
         try:
             self._wait(up, f"a rollout server for {unit.id}")
         except BaseException:
-            _end([replica])
-            self._over(unit.id, replica)
+            end([replica])
+            self._give_back(unit.id, replica)
             raise
         return replica
 
@@ -150,12 +151,12 @@ class Standalone(Rollouts):
         addresses = [r._server_address for r in leaving.values()]
         balancer = self._manager.global_load_balancer
         self._get(balancer.remove_servers.remote(addresses), "the load balancer to let servers go")
-        self._turn_away(list(leaving.values()))
-        _end(list(leaving.values()))
+        replicas = list(leaving.values())
+        self._over(replicas, self._turn_away(replicas))
         for unit, replica in leaving.items():
-            self._over(unit, replica)
+            self._give_back(unit, replica)
 
-    def _over(self, unit: UnitId, replica: Any) -> None:
+    def _give_back(self, unit: UnitId, replica: Any) -> None:
         """End what was beside a replica's servers, and give its devices back."""
         for worker in replica.workers:
             ray.kill(worker)

@@ -1,0 +1,175 @@
+"""verl's asynchronous trainers with vLLM's replicas, changed while they generate.
+
+What is said of log-probabilities: every token that any server answered is compared with what the
+actor's weights of that version make of it (`verl_cpu.answered.furthest`), however stale the step
+that trains on it. verl's own figure compares a step's batch with the weights that the actor has by
+then; of that those responses are taken whose tokens all come from these weights.
+"""
+
+import pytest
+from verl_cpu.alike import require_same_state
+from verl_cpu.answered import furthest, moved, read, require_none_lost
+from verl_cpu.command import SEPARATE
+
+from nereus_core.events import TransitionFinished
+
+pytestmark = pytest.mark.real
+
+LOG_PROBABILITY = 1e-6
+"""Two units in the last place of this model's log-probabilities, which are about -6 (float32)."""
+BATCH, RESPONSES, AHEAD = 8, 4, 4
+"""Prompts a step, responses to each, prompts that verl submits before the first step: half a batch,
+so that what a step trains on is partly of the weights that it has."""
+NEREUS = (
+    "+nereus.enable=true",
+    "+nereus.timeouts.step_s=300",
+    "+nereus.timeouts.primitive_s=300",
+    "+nereus.timeouts.boundary_s=300",
+    "+nereus.policy.admission=never",
+)
+LONG = 192
+"""Tokens of a response at most: some are under way whenever a step ends."""
+
+
+def require_right_answers(job, steps):
+    """Hold every request, and every log-probability that a server gave with it."""
+    requests = read(job.work)
+    asked = RESPONSES * (AHEAD + BATCH * steps)
+    require_none_lost(requests, asked, open_at_end=RESPONSES * AHEAD)
+    apart = furthest(requests, job.work, job.work.parent / "assets0" / "model")
+    print(f"log-probabilities by server and version: {apart}")
+    assert max(apart.values()) <= LOG_PROBABILITY, apart
+    return requests
+
+
+def require_fresh(job, steps):
+    """Hold verl's own figure where it compares like with like."""
+    fresh = [step for step in job.ran.metrics if "training/rollout_log_probs_diff_max" in step]
+    assert len(fresh) >= steps
+    assert max(step["training/rollout_log_probs_diff_max"] for step in fresh) <= LOG_PROBABILITY
+
+
+def outcomes(job):
+    return [e.outcome for e in job.events if isinstance(e, TransitionFinished)]
+
+
+ONE, TWO = {"actor/generate": ["tp1pp1", 2]}, {"actor/generate": ["tp2pp1", 2]}
+LONE = {"actor/generate": ["tp1pp1", 1], "actor/train": ["tp1pp1", 1]}
+COLOCATED = {
+    1: TWO,
+    2: {**ONE, "actor/train": ["tp1pp1", 2]},
+    3: LONE,  # the ranks refuse to meet, once
+    4: LONE,
+    5: {**TWO, "actor/train": ["tp2pp1", 2]},
+}
+COLOCATED_STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def colocated(launch):
+    found = launch(
+        "colocated",
+        "trainer.v1.trainer_mode=colocate_async",
+        f"trainer.v1.colocate_async.num_warmup_batches={AHEAD / BATCH}",
+        *NEREUS,
+        plans=COLOCATED,
+        fault="refuse-join:3",
+        answers=True,
+        response=LONG,
+        steps=COLOCATED_STEPS,
+    )
+    assert found.ran.returncode == 0, found.ran.output[-6000:]
+    assert len(found.ran.metrics) == COLOCATED_STEPS
+    return found
+
+
+class TestColocateAsync:
+    def test_all_but_the_change_that_is_refused_are_made(self, colocated):
+        assert outcomes(colocated) == ["done", "done", "rolled-back", "done", "done"]
+        assert [len(record["serve"]) for record in colocated.forced] == [1, 2, 2, 1, 1]
+        assert [record["world"] for record in colocated.forced] == [2, 2, 2, 1, 2]
+
+    def test_state_is_the_same_bit_for_bit(self, colocated):
+        for record in colocated.forced:
+            require_same_state(record)
+
+    def test_a_layout_that_comes_back_starts_no_process(self, colocated):
+        whole, pair, _, lone, again = colocated.forced
+        assert pair["serve"] == whole["served"]
+        assert lone["serve"] == pair["serve"][:1]
+        assert again["serve"] == whole["serve"]
+
+    def test_no_answer_is_lost_and_each_is_of_the_weights_it_says(self, colocated):
+        requests = require_right_answers(colocated, COLOCATED_STEPS)
+        assert moved(requests, {0, 1})  # to the replica of two, when that is started
+        require_fresh(colocated, 4)
+
+
+SEPARATED = {
+    1: {"actor/generate": ["tp1pp1", [2, 3]]},
+    2: {"actor/generate": ["tp2pp1", [2, 3]]},
+    # The ranks refuse to meet, once; a replica has come beside the one that gives up a device.
+    3: {"actor/generate": ["tp1pp1", [2]], "actor/train": ["tp1pp1", [0]]},
+    4: {"actor/generate": ["tp1pp1", [2]], "actor/train": ["tp2pp1", [0, 3]]},
+    "5+": {"actor/generate": ["tp1pp1", [1]]},
+}
+"""Devices 0 and 1 are the trainers', 2 the replica's, 3 is Ray's to give. After step 4 the trainers
+have one that was a replica's, in step 5 a replica one that verl gave the trainers."""
+SEPARATED_STEPS = 7
+LATE = 2
+
+
+@pytest.fixture(scope="module")
+def separated(launch):
+    found = launch(
+        "separated",
+        *SEPARATE,
+        f"trainer.v1.separate_async.num_warmup_batches={AHEAD / BATCH}",
+        *NEREUS,
+        "+nereus.backend.max_devices=4",
+        plans=SEPARATED,
+        fault=f"refuse-join:3,late:{LATE}",
+        answers=True,
+        response=LONG,
+        steps=SEPARATED_STEPS,
+        ray_devices=4,
+    )
+    assert found.ran.returncode == 0, found.ran.output[-6000:]
+    assert len(found.ran.metrics) == SEPARATED_STEPS
+    return found
+
+
+def units(record, stage):
+    return [len(unit) for unit in record["plan"][stage]["units"]]
+
+
+class TestSeparateAsync:
+    def test_all_but_the_change_that_is_refused_are_made(self, separated):
+        assert outcomes(separated) == ["done", "done", "rolled-back", "done", "done"]
+        seen = [units(record, "actor/generate") for record in separated.forced]
+        assert seen == [[1, 1], [2], [2], [1], [1]]
+        assert [record["world"] for record in separated.forced] == [2, 2, 2, 2, 2]
+
+    def test_state_is_the_same_bit_for_bit(self, separated):
+        for record in separated.forced:
+            require_same_state(record)
+
+    def test_devices_go_between_the_pools_and_back_to_ray(self, separated):
+        """Of four: those of ranks and replicas, and those that verl gave the trainers, are held."""
+        assert [record["free"] for record in separated.forced] == [0, 0, 0, 0, 1]
+
+    def test_every_replica_on_the_balancer_serves_the_last_synchronization(self, separated):
+        for record in separated.forced:
+            assert set(record["versions"].values()) == {record["step"] - 1}, record["versions"]
+
+    def test_no_answer_is_lost_and_each_is_of_the_weights_it_says(self, separated):
+        requests = require_right_answers(separated, SEPARATED_STEPS)
+        assert moved(requests, {0})  # verl's own replica, when the one of two has come
+        require_fresh(separated, 4)
+
+    def test_a_request_that_comes_when_its_server_has_left_is_answered_elsewhere(self, separated):
+        late = [request for request in read(separated.work).values() if request.late]
+        assert len(late) == 1
+        assert late[0].got
+        assert (late[0].pieces[0]["reason"], late[0].pieces[0]["tokens"]) == ("aborted", [])
+        assert late[0].told[0]["server"] != late[0].pieces[0]["server"]

@@ -1,0 +1,148 @@
+"""What was asked of a job's rollouts, what its servers answered, and with whose weights.
+
+``VERL_USE_EXTERNAL_MODULES=...,verl_cpu.forced,verl_cpu.answers``, in that order, with vLLM's
+servers. Every process writes to a file of its own in the job's folder, a line for
+
+- ``asked``, ``got``: what an agent loop asks of verl's client for asynchronous trainers, and what
+  it gets: once each, whatever becomes of the servers in between;
+- ``piece``: what one server answered of it, and the version of the weights that it says it had.
+
+The trainer's own weights are kept beside, before each boundary: of version N those after step N.
+
+``VERL_CPU_FAULT=late:2`` holds one request back that has got its server in step 2 and sends it when
+the transition after that step is over, wherever that server is by then.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+
+from nereus_adapters.ray_calls import call_all
+from nereus_adapters.verl.facts import training_workers
+from nereus_core.cluster import Device
+from nereus_plugins.post_import import after_import
+
+LATE_S = 300
+"""For a transition whose replicas have to start. Chosen, not measured."""
+_numbers = itertools.count()
+
+
+def _write(**line):
+    path = Path(os.environ["VERL_CPU_WORK"]) / f"answers-{os.getpid()}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({**line, "time": time.time()}) + "\n")
+
+
+async def _late(request):
+    """Hold a request back, if it is the one that is to be late."""
+    fault = next((f for f in os.environ.get("VERL_CPU_FAULT", "").split(",") if "late:" in f), "")
+    work, step = Path(os.environ["VERL_CPU_WORK"]), int(fault.removeprefix("late:") or 0)
+    if not step or not (work / f"weights-{step - 1}.pt").exists():
+        return
+    try:
+        (work / "late").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    _write(kind="late", request=request)
+    log, deadline = Path(os.environ["VERL_CPU_FORCED_LOG"]), time.monotonic() + LATE_S
+    while not any(json.loads(line)["step"] == step for line in _lines(log)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {LATE_S} s for the transition after step {step}")
+        await asyncio.sleep(0.1)
+
+
+def _lines(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _client(module):
+    client = module.FullyAsyncLLMServerClient
+    generate, acquire = client.generate, client._acquire_server
+
+    async def acquired(self, request_id, **extra):
+        found = await acquire(self, request_id, **extra)
+        await _late(request_id)
+        return found
+
+    client._acquire_server = acquired
+
+    async def generated(self, request_id, *, prompt_ids, **others):
+        name = f"{os.getpid()}.{next(_numbers)}"
+        _write(kind="asked", request=request_id, name=name, prompt=list(prompt_ids))
+        try:
+            found = await generate(self, request_id, prompt_ids=prompt_ids, **others)
+        except BaseException as error:
+            _write(kind="failed", request=request_id, name=name, error=repr(error))
+            raise
+        tokens, log_probs = list(found.token_ids), list(found.log_probs)
+        _write(kind="got", request=request_id, name=name, tokens=tokens, log_probs=log_probs)
+        return found
+
+    client.generate = generated
+    # The server hears of a request by this name, a new one each time; it begins with the client's.
+    module.LLMServerClient._vllm_request_id = lambda self, name: f"{name}-{uuid4().hex}"
+
+
+def _server(module):
+    server = module.vLLMHttpServer
+    generate = server.generate
+
+    async def generated(self, prompt_ids, sampling_params, request_id, **others):
+        prompt = list(prompt_ids)
+        found = await generate(self, prompt_ids, sampling_params, request_id, **others)
+        _write(
+            kind="piece",
+            request=request_id.split("-")[0],
+            server=self.replica_rank,
+            tp=self.config.tensor_model_parallel_size,
+            version=found.extra_fields["global_steps"],
+            prompt=prompt,
+            tokens=list(found.token_ids),
+            log_probs=list(found.log_probs or []),
+            reason=found.stop_reason,
+        )
+        return found
+
+    server.generate = generated
+
+
+def whole(worker):
+    """Return the actor's weights, on rank 0 alone; runs on all ranks at once."""
+    found = {}
+    for role, held in training_workers(worker):
+        if role == "actor":
+            for name, parameter in held.engine.module.named_parameters():
+                tensor = parameter.detach()
+                tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                found[name] = tensor.cpu().clone()
+    return found if torch.distributed.get_rank() == 0 else None
+
+
+def keep(trainer):
+    """Write the actor's weights down as what they are after this step."""
+    workers = trainer.actor_rollout_wg.workers
+    numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
+    found = call_all(numbered, whole, awaited="the actor's weights", timeout_s=60)
+    path = Path(os.environ["VERL_CPU_WORK"]) / f"weights-{int(trainer.global_steps)}.pt"
+    torch.save(found[Device("rank", 0)], path)
+
+
+def _boundary(module):
+    at_boundary = module.Session.at_boundary
+
+    def kept(self):
+        keep(self.controller._adapter._trainer)
+        return at_boundary(self)
+
+    module.Session.at_boundary = kept
+
+
+after_import("verl.workers.rollout.llm_server", _client)
+after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _server)
+after_import("nereus_plugins.session", _boundary)
