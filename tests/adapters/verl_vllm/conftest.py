@@ -11,7 +11,7 @@ from verl_cpu.job import Job
 from verl_cpu.stem import warm
 
 STEPS = 6
-JOB_S = 600
+JOB_S = 1500
 """A job of six steps takes about two minutes on two cores that do nothing else; a limit of this
 much is for a job that hangs. Chosen, not measured."""
 PLANS = {

@@ -8,9 +8,10 @@ servers. Every process writes to a file of its own in the job's folder, a line f
 - ``piece``: what one server answered of it, and the version of the weights that it says it had.
 
 The trainer's own weights are kept beside, before each boundary: of version N those after step N.
+It takes its samples as soon as they are there, so that others are still under way.
 
-``VERL_CPU_FAULT=late:2`` holds one request back that has got its server in step 2 and sends it when
-the transition after that step is over, wherever that server is by then.
+``VERL_CPU_FAULT=late:2:0`` holds one request back that has got the server of replica 0 in step 2,
+and sends it there when the transition after that step is over.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ from nereus_adapters.verl.facts import training_workers
 from nereus_core.cluster import Device
 from nereus_plugins.post_import import after_import
 
+SAMPLE_S = 0.05
+"""Between looks at what has been sampled; verl's own are 2 s apart. Chosen, not measured."""
 LATE_S = 300
 """For a transition whose replicas have to start. Chosen, not measured."""
 _numbers = itertools.count()
@@ -39,11 +42,15 @@ def _write(**line):
         file.write(json.dumps({**line, "time": time.time()}) + "\n")
 
 
-async def _late(request):
+async def _late(request, server):
     """Hold a request back, if it is the one that is to be late."""
-    fault = next((f for f in os.environ.get("VERL_CPU_FAULT", "").split(",") if "late:" in f), "")
-    work, step = Path(os.environ["VERL_CPU_WORK"]), int(fault.removeprefix("late:") or 0)
-    if not step or not (work / f"weights-{step - 1}.pt").exists():
+    faults = os.environ.get("VERL_CPU_FAULT", "").split(",")
+    fault = next((f for f in faults if f.startswith("late:")), "late:0:0")
+    step, replica = map(int, fault.split(":")[1:])
+    work = Path(os.environ["VERL_CPU_WORK"])
+    if not step or not (work / f"weights-{step - 1}.pt").exists() or (work / "late").exists():
+        return
+    if await server.__ray_call__.remote(_replica) != replica:
         return
     try:
         (work / "late").touch(exist_ok=False)
@@ -57,6 +64,10 @@ async def _late(request):
         await asyncio.sleep(0.1)
 
 
+def _replica(server):
+    return server.replica_rank
+
+
 def _lines(path):
     return path.read_text().splitlines() if path.exists() else []
 
@@ -67,7 +78,7 @@ def _client(module):
 
     async def acquired(self, request_id, **extra):
         found = await acquire(self, request_id, **extra)
-        await _late(request_id)
+        await _late(request_id, found[1])
         return found
 
     client._acquire_server = acquired
@@ -143,6 +154,17 @@ def _boundary(module):
     module.Session.at_boundary = kept
 
 
+def _samples(module):
+    begin = module.ReplayBuffer.__init__
+
+    def __init__(self, *args, **others):
+        begin(self, *args, **others)
+        self.poll_interval = SAMPLE_S
+
+    module.ReplayBuffer.__init__ = __init__
+
+
+after_import("verl.trainer.ppo.v1.replay_buffer", _samples)
 after_import("verl.workers.rollout.llm_server", _client)
 after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _server)
 after_import("nereus_plugins.session", _boundary)
