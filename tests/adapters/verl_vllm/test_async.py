@@ -18,8 +18,9 @@ pytestmark = pytest.mark.real
 LOG_PROBABILITY = 1e-6
 """Two units in the last place of this model's log-probabilities, which are about -6 (float32)."""
 BATCH, RESPONSES, AHEAD = 8, 4, 6
-"""Prompts a step, responses to each, prompts that verl submits before the first step. So when a step
-ends six are under way or wait, and of those that it trains on two came after the last weights."""
+"""Prompts a step, responses to each, prompts that verl submits before the first step. So when a
+step ends six are under way or wait, and of those that it trains on two came after the last
+weights."""
 NEREUS = (
     "+nereus.enable=true",
     "+nereus.timeouts.step_s=600",
