@@ -12,8 +12,9 @@ from verl_cpu.stem import warm
 
 STEPS = 6
 JOB_S = 1500
-"""A job of six steps takes about two minutes on two cores that do nothing else; a limit of this
-much is for a job that hangs. Chosen, not measured."""
+"""A job of six steps takes about two minutes on two cores that do nothing else, and one whose
+replicas start again and again many more on two that do; a limit of this much is for a job that
+hangs. Chosen, not measured."""
 PLANS = {
     1: {"actor/generate": ["tp2pp1", 2]},
     2: {"actor/generate": ["tp1pp1", 2]},

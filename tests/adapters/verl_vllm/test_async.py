@@ -34,10 +34,10 @@ NARROW = "actor_rollout_ref.rollout.max_num_seqs=2"
 """A replica has two responses under way at a time: six prompts take longer than a step ends."""
 
 
-def require_right_answers(job, steps):
+def require_right_answers(job, steps, others=0):
     """Hold every request, and every log-probability that a server gave with it."""
     requests = read(job.work)
-    asked = RESPONSES * (AHEAD + BATCH * steps)
+    asked = others + RESPONSES * (AHEAD + BATCH * steps)
     require_none_lost(requests, asked, open_at_end=RESPONSES * AHEAD)
     apart = furthest(requests, job.work, job.work.parent / "assets0" / "model")
     print(f"log-probabilities by server and version: {apart}")
@@ -119,12 +119,12 @@ SEPARATED = {
     "6+": {"actor/generate": ["tp1pp1", [1]]},
 }
 """Devices 0 and 1 are the trainers', 2 verl's own replica's, 3 is Ray's to give. After step 5 the
-trainers have one that was a replica's, in step 6 a replica one that verl gave the trainers. No
-process starts after step 2, so that verl's replica leaves with responses under way: one that starts
-takes longer than all there are."""
+trainers have one that was a replica's, in step 6 a replica one that verl gave the trainers. When
+verl's own replica leaves after step 2, it and the other are at requests of the test's own: the
+job's may all have been answered by then."""
 MOMENTS = [str(moment) for moment in SEPARATED]
 SEPARATED_STEPS = 7
-LATE = "late:2:0"
+LATE, BUSY, NUM_BUSY = "late:2:0", "busy:2", 8
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def separated(launch):
         *NEREUS,
         "+nereus.backend.max_devices=4",
         plans=SEPARATED,
-        fault=f"refuse-join:3,{LATE}",
+        fault=f"refuse-join:3,{LATE},{BUSY}",
         answers=True,
         response=LONG,
         steps=SEPARATED_STEPS,
@@ -173,7 +173,7 @@ class TestSeparateAsync:
             assert set(record["versions"].values()) == {record["step"] - 1}, record["versions"]
 
     def test_no_answer_is_lost_and_each_is_of_the_weights_it_says(self, separated):
-        requests = require_right_answers(separated, SEPARATED_STEPS)
+        requests = require_right_answers(separated, SEPARATED_STEPS, NUM_BUSY)
         assert moved(requests)
         require_fresh(separated, 4)
 

@@ -11,21 +11,25 @@ The trainer's own weights are kept beside, before each boundary: of version N th
 It takes its samples as soon as they are there, so that others are still under way.
 
 ``VERL_CPU_FAULT=late:2:0`` holds one request back that has got the server of replica 0 in step 2,
-and sends it there when the transition after that step is over.
+and sends it there when the transition after that step is over. ``busy:2`` has every server of a
+separate_async job answer requests of the test's own when that transition switches.
 """
 
 import asyncio
 import itertools
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from uuid import uuid4
 
+import ray
 import torch
 
-from nereus_adapters.ray_calls import call_all
+from nereus_adapters.ray_calls import call_all, inside
 from nereus_adapters.verl.facts import training_workers
+from nereus_adapters.verl.rollouts import unanswered
 from nereus_core.cluster import Device
 from nereus_plugins.post_import import after_import
 
@@ -33,6 +37,10 @@ SAMPLE_S = 0.05
 """Between looks at what has been sampled; verl's own are 2 s apart. Chosen, not measured."""
 LATE_S = 300
 """For a transition whose replicas have to start. Chosen, not measured."""
+BUSY = 8
+"""Requests of the test's own: more than two servers have under way at a time, two each."""
+BUSY_S = 60
+"""Until they have begun. Chosen, not measured."""
 _numbers = itertools.count()
 
 
@@ -154,6 +162,35 @@ def _boundary(module):
     module.Session.at_boundary = kept
 
 
+def _switch(module):
+    link = module.Standalone.link
+
+    def linked(self, units, *, anew=False):
+        if f"busy:{int(self._trainer.global_steps)}" in os.environ["VERL_CPU_FAULT"].split(","):
+            _occupy(self._trainer.get_llm_client(), self._manager.server_handles)
+        return link(self, units, anew=anew)
+
+    module.Standalone.link = linked
+
+
+def _occupy(client, servers):
+    """Ask through verl's own client, and come back when every server is at it."""
+    drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+
+    async def ask():
+        asked = (
+            client.generate(uuid4().hex, prompt_ids=list(range(5, 20 + i)), sampling_params=drawn)
+            for i in range(BUSY)
+        )
+        await asyncio.gather(*asked)
+
+    threading.Thread(target=lambda: asyncio.run(ask()), daemon=True).start()
+    deadline = time.monotonic() + BUSY_S
+    while not all(ray.get([inside(server, unanswered) for server in servers], timeout=BUSY_S)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {BUSY_S} s for every server to be at a request")
+
+
 def _samples(module):
     begin = module.ReplayBuffer.__init__
 
@@ -168,3 +205,4 @@ after_import("verl.trainer.ppo.v1.replay_buffer", _samples)
 after_import("verl.workers.rollout.llm_server", _client)
 after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _server)
 after_import("nereus_plugins.session", _boundary)
+after_import("nereus_adapters.verl.standalone", _switch)
