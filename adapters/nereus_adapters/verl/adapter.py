@@ -256,7 +256,7 @@ class VerlAdapter(LedgerAdapter):
         apart = not self._hybrid and stage.stage is Stage.GENERATE
         if not apart:
             self._require_runs(op)
-        self._fitting.require(op, readable, self.linked)
+        self._fitting.require(op, self.units(), self.linked, self._parked)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
         if not apart:
