@@ -10,7 +10,6 @@ layout on its devices.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import threading
@@ -20,10 +19,12 @@ from typing import Any
 
 import ray
 
-from nereus_adapters.ray_calls import apart, inside
+from nereus_adapters.ray_calls import apart
 from nereus_adapters.verl.ending import end
 from nereus_adapters.verl.fleet import Fleet
+from nereus_adapters.verl.inside_server import is_well
 from nereus_adapters.verl.sleeping import Sleeper, Sleepers
+from nereus_adapters.verl.turning import turned_away
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, WaitTimeout
 from nereus_core.units import Unit, UnitId
@@ -31,8 +32,9 @@ from nereus_core.units import Unit, UnitId
 _log = logging.getLogger("nereus")
 ANSWER_S = 30.0
 """For a server that slept to say that it is well. Chosen, not measured."""
-POLL_S = 0.05
-"""Between looks at what a server still has to answer. Chosen, not measured."""
+EACH = 0.9
+"""Of the time that all replicas have to let requests go, what each has: one that hangs is known
+before that is over. Chosen, not measured."""
 _RANKS = itertools.count(1000)
 """Ranks of replicas from here on are Nereus's own: verl numbers its own from 0 up. None comes twice
 in a process: servers are known by them, and outlive the adapter that started them."""
@@ -115,7 +117,8 @@ class Rollouts:
 
     def leave(self, devices: Iterable[Device] | None = None) -> None:
         """End the replicas that sleep on any of some devices; on any at all by default."""
-        end(self._sleepers.leave(None if devices is None else self._seats(devices)))
+        asleep = self._sleepers.leave(None if devices is None else self._seats(devices))
+        self._end_with_doors(asleep, asleep)
 
     def end(self, unit: UnitId) -> None:
         """End a unit's replica: at once, or with the epoch switch where the job may need it.
@@ -123,14 +126,15 @@ class Rollouts:
         One that was woken for it sleeps again.
         """
         if unit not in self._linked:
-            replica = self.replicas.pop(unit)
+            replica = self.replicas[unit]
             leave = self._manager.global_load_balancer.remove_servers
             self._get(leave.remote([replica._server_address]), "the load balancer to let go")
+            del self.replicas[unit]
             if unit in self._woken:
                 self._woken.remove(unit)
                 self._retire([replica])
             else:
-                self._over([replica], self._turn_away([replica]))
+                self._end_with_doors([replica], self._turned_away([replica]))
 
     def rank_of(self, unit: UnitId) -> int:
         """Return verl's rank of a unit's replica."""
@@ -150,14 +154,17 @@ class Rollouts:
         if fresh:
             servers = {r._server_address: r._server_handle for r in fresh.values()}
             self._get(balancer.add_servers.remote(servers), "the load balancer to add servers")
-        if gone:
-            leaving = [self.replicas[u]._server_address for u in gone]
+        leaving = [self.replicas[unit] for unit in gone]
+        if leaving:
+            addresses = [r._server_address for r in leaving]
             self._get(
-                balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
+                balancer.remove_servers.remote(addresses), "the load balancer to let servers go"
             )
-        self._retire([self.replicas.pop(unit) for unit in gone])
-        self._list(units)
+        self._list(units)  # verl synchronizes none that is put aside, whatever fails from here on
+        for unit in gone:
+            del self.replicas[unit]
         self._woken -= self._linked
+        self._retire(leaving)
 
     def _managers(self, trainer: Any) -> tuple[Any, Any]:
         """Return verl's manager of servers, and the one of weight synchronizations."""
@@ -175,17 +182,21 @@ class Rollouts:
 
     def _retire(self, replicas: Sequence[Any]) -> None:
         """Let replicas that no request goes to sleep on; the oldest make room for them."""
-        over, turning = [], []
-        for replica, stays in zip(replicas, self._turn_away(replicas), strict=True):
+        turned = self._turned_away(replicas)
+        crowded = []
+        for replica in turned:
             seats = tuple(worker._actor_id for worker in replica.workers)
             tp = int(replica.config.tensor_model_parallel_size)
-            over += self._sleepers.keep(Sleeper(replica, tp, seats)) if stays else [replica]
-            turning += [replica] if stays else []
-        self._over(over, [replica in turning for replica in over])
+            crowded += self._sleepers.keep(Sleeper(replica, tp, seats))
+        waiting = [replica for replica in replicas if replica not in turned]
+        self._end_with_doors([*crowded, *waiting], crowded)
 
-    def _over(self, replicas: Sequence[Any], turning: Sequence[bool]) -> None:
-        """End replicas; those of an asynchronous job that turn requests away keep a door."""
-        end(replicas, doors=turning if self._asynchronous else ())
+    def _end_with_doors(self, replicas: Sequence[Any], turned: Sequence[Any]) -> None:
+        """End replicas; in an asynchronous job those of them that turn requests away keep a door.
+
+        All that sleep do, and have since they fell asleep.
+        """
+        end(replicas, doors=turned if self._asynchronous else ())
 
     def _seats(self, devices: Iterable[Device]) -> list[Any]:
         return [worker._actor_id for worker in self._fleet.workers(devices).values()]
@@ -203,26 +214,25 @@ class Rollouts:
         end([replica])
         return False
 
-    def _turn_away(self, replicas: Sequence[Any]) -> list[bool]:
+    def _turned_away(self, replicas: Sequence[Any]) -> list[Any]:
         """Let requests go that an asynchronous job has on replicas that leave.
 
-        verl's client takes what each has generated to another replica, which goes on from there.
-
         Returns:
-            Of each, whether none is left that would wait there for as long as it sleeps.
+            Those at which none is left that would wait for as long as they sleep. The others are
+            ended with what they have: verl gives up the prompts of these requests.
         """
         if not self._asynchronous or not replicas:
-            return [True] * len(replicas)
-
-        async def abort() -> list[Any]:
-            return await asyncio.gather(*map(_aborted, replicas), return_exceptions=True)
-
+            return list(replicas)
         try:
-            # Those that do not answer are ended all the same; verl asks anew for what they had.
-            found = self._wait(abort, "the requests of replicas that leave to stop")
+            found = self._wait(
+                lambda: turned_away(replicas, EACH * self._timeout_s),
+                "the requests of replicas that leave to stop",
+            )
         except (NereusError, ray.exceptions.RayError) as error:
-            found = [error] * len(replicas)
-        return [answer is True for answer in found]
+            ranks = ", ".join(str(replica.replica_rank) for replica in replicas)
+            _log.warning("rollout replicas %s are ended with their requests: %s", ranks, error)
+            return []
+        return list(found)
 
     def _get(self, answer: Any, awaited: str) -> None:
         try:
@@ -253,46 +263,3 @@ class Rollouts:
         if raised:
             raise raised[0]
         return returned[0]
-
-
-async def _aborted(replica: Any) -> bool:
-    known = inspect.signature(replica.abort_all_requests).parameters
-    # verl 0.9.0 has no such word: a request that waits fails, and verl asks for it anew.
-    await replica.abort_all_requests(
-        **({"reject_request": True} if "reject_request" in known else {})
-    )
-    stays = bool(await inside(replica.servers[0], let_go))
-    while await inside(replica.servers[0], unanswered):
-        await asyncio.sleep(POLL_S)
-    return stays
-
-
-def let_go(server: Any) -> bool:
-    """Turn away the requests that wait at a rollout server's closed gate; runs inside it.
-
-    verl turns away those that come from now on, and leaves those waiting that are there
-    (vllm_async_server.py, ``_park_until_admitted``).
-
-    Returns:
-        Whether it has such a gate, and turns requests away.
-    """
-    gate: Any = getattr(server, "_resume_event", None)
-    if gate is None or not getattr(server, "_rejecting", False):
-        return False
-    for waiter in tuple(gate._waiters):  # on the loop that they wait on
-        waiter.get_loop().call_soon_threadsafe(gate.set)
-    return True
-
-
-def unanswered(server: Any) -> int:
-    """Count requests that vLLM has stopped and whose answers are on their way; runs inside it.
-
-    Its pause returns a moment after the engine is idle, whatever has become of these by then.
-    """
-    front = getattr(getattr(server, "engine", None), "output_processor", None)
-    return len(getattr(front, "request_states", ()))
-
-
-def is_well(server: Any) -> bool:
-    """Whether a rollout server's engine is not known to have failed; runs inside it."""
-    return not getattr(getattr(server, "engine", None), "errored", False)

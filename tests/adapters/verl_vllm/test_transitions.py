@@ -8,8 +8,8 @@ from nereus_core.events import TransitionFinished
 
 pytestmark = pytest.mark.real
 
-LOG_PROBABILITY = 1e-6
-"""Two units in the last place of this model's log-probabilities, which are about -6 (float32)."""
+ULPS = 3.0
+"""Units in the last place that log-probabilities may be apart (`verl_cpu.ulps`). Seen: 2.0."""
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def test_parameters_and_moments_are_the_same_bit_for_bit(changed):
 
 
 def test_the_rollout_follows_the_actor_after_every_transition(changed):
-    by_token = changed.series("training/rollout_log_probs_diff_max", COMPARED + 1)
-    assert max(by_token) <= LOG_PROBABILITY
+    by_token = changed.series("training/rollout_log_probs_diff_ulps_max", COMPARED + 1)
+    assert all(apart <= ULPS for apart in by_token), by_token
 
 
 def test_a_layout_that_comes_back_starts_no_process(changed):

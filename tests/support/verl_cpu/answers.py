@@ -11,8 +11,9 @@ The trainer's own weights are kept beside, before each boundary: of version N th
 It takes its samples as soon as they are there, so that others are still under way.
 
 ``VERL_CPU_FAULT=late:2:0`` holds one request back that has got the server of replica 0 in step 2,
-and sends it there when the transition after that step is over. ``busy:2`` has every server of a
-separate_async job answer requests of the test's own when that transition switches.
+and sends it there when the transition after that step has switched. ``busy:2`` has every server
+answer requests of the test's own before that: as a separate_async job switches, and before a
+colocate_async one stops its servers for that step.
 """
 
 import asyncio
@@ -29,7 +30,6 @@ import torch
 
 from nereus_adapters.ray_calls import call_all, inside
 from nereus_adapters.verl.facts import training_workers
-from nereus_adapters.verl.rollouts import unanswered
 from nereus_core.cluster import Device
 from nereus_plugins.post_import import after_import
 
@@ -41,43 +41,55 @@ BUSY = 8
 """Requests of the test's own: more than two servers have under way at a time, two each."""
 BUSY_S = 60
 """Until they have begun. Chosen, not measured."""
-_numbers = itertools.count()
+CALL_S = 60
+"""For a server to say who it is. Chosen, not measured."""
+POLL_S = 0.1
+"""Between looks at what others have to do. Chosen, not measured."""
+_numbers, _own = itertools.count(), set()
 
 
 def _write(**line):
-    path = Path(os.environ["VERL_CPU_WORK"]) / f"answers-{os.getpid()}.jsonl"
+    path = _work() / f"answers-{os.getpid()}.jsonl"
     with path.open("a") as file:
         file.write(json.dumps({**line, "time": time.time()}) + "\n")
 
 
+def _work():
+    return Path(os.environ["VERL_CPU_WORK"])
+
+
+def _faults():
+    return os.environ.get("VERL_CPU_FAULT", "").split(",")
+
+
+def _ended():
+    """Return the last step that has ended, whose weights are there."""
+    return max((int(path.stem.split("-")[1]) for path in _work().glob("weights-*.pt")), default=0)
+
+
 async def _late(request, server):
     """Hold a request back, if it is the one that is to be late."""
-    faults = os.environ.get("VERL_CPU_FAULT", "").split(",")
-    fault = next((f for f in faults if f.startswith("late:")), "late:0:0")
+    fault = next((f for f in _faults() if f.startswith("late:")), "late:0:0")
     step, replica = map(int, fault.split(":")[1:])
-    work = Path(os.environ["VERL_CPU_WORK"])
-    if not step or not (work / f"weights-{step - 1}.pt").exists() or (work / "late").exists():
+    work = _work()
+    if not step or _ended() < step - 1 or (work / "late").exists():
         return
-    if await server.__ray_call__.remote(_replica) != replica:
+    if await asyncio.wait_for(server.__ray_call__.remote(_replica), CALL_S) != replica:
         return
     try:
         (work / "late").touch(exist_ok=False)
     except FileExistsError:
         return
     _write(kind="late", request=request)
-    log, deadline = Path(os.environ["VERL_CPU_FORCED_LOG"]), time.monotonic() + LATE_S
-    while not any(json.loads(line)["step"] == step for line in _lines(log)):
+    deadline = time.monotonic() + LATE_S
+    while not (work / f"switched-{step}").exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {LATE_S} s for the transition after step {step}")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(POLL_S)
 
 
 def _replica(server):
     return server.replica_rank
-
-
-def _lines(path):
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _client(module):
@@ -93,7 +105,14 @@ def _client(module):
 
     async def generated(self, request_id, *, prompt_ids, **others):
         name = f"{os.getpid()}.{next(_numbers)}"
-        _write(kind="asked", request=request_id, name=name, prompt=list(prompt_ids))
+        _write(
+            kind="asked",
+            request=request_id,
+            name=name,
+            prompt=list(prompt_ids),
+            step=_ended(),
+            own=request_id in _own,
+        )
         try:
             found = await generate(self, request_id, prompt_ids=prompt_ids, **others)
         except BaseException as error:
@@ -119,6 +138,7 @@ def _server(module):
             kind="piece",
             request=request_id.split("-")[0],
             server=self.replica_rank,
+            process=ray.get_runtime_context().get_actor_id(),
             tp=self.config.tensor_model_parallel_size,
             version=found.extra_fields["global_steps"],
             prompt=prompt,
@@ -148,7 +168,7 @@ def keep(trainer):
     workers = trainer.actor_rollout_wg.workers
     numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
     found = call_all(numbered, whole, awaited="the actor's weights", timeout_s=60)
-    path = Path(os.environ["VERL_CPU_WORK"]) / f"weights-{int(trainer.global_steps)}.pt"
+    path = _work() / f"weights-{int(trainer.global_steps)}.pt"
     torch.save(found[Device("rank", 0)], path)
 
 
@@ -166,29 +186,51 @@ def _switch(module):
     link = module.Standalone.link
 
     def linked(self, units, *, anew=False):
-        if f"busy:{int(self._trainer.global_steps)}" in os.environ["VERL_CPU_FAULT"].split(","):
+        step = int(self._trainer.global_steps)
+        if f"busy:{step}" in _faults():
             _occupy(self._trainer.get_llm_client(), self._manager.server_handles)
-        return link(self, units, anew=anew)
+        link(self, units, anew=anew)
+        (_work() / f"switched-{step}").touch()
 
     module.Standalone.link = linked
+
+
+def _stop(module):
+    trainer = module.PPOTrainerColocateAsync
+    stop = trainer.on_sample_end
+
+    def on_sample_end(self):
+        if f"busy:{int(self.global_steps)}" in _faults():
+            _occupy(self.get_llm_client(), self.llm_server_manager.server_handles)
+        stop(self)
+
+    trainer.on_sample_end = on_sample_end
 
 
 def _occupy(client, servers):
     """Ask through verl's own client, and come back when every server is at it."""
     drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+    names = [uuid4().hex for _ in range(BUSY)]
+    _own.update(names)
 
     async def ask():
         asked = (
-            client.generate(uuid4().hex, prompt_ids=list(range(5, 20 + i)), sampling_params=drawn)
-            for i in range(BUSY)
+            client.generate(name, prompt_ids=list(range(5, 20 + i)), sampling_params=drawn)
+            for i, name in enumerate(names)
         )
         await asyncio.gather(*asked)
 
+    # What it raises is written down, as what becomes of a request; the test asks for it there.
     threading.Thread(target=lambda: asyncio.run(ask()), daemon=True).start()
     deadline = time.monotonic() + BUSY_S
-    while not all(ray.get([inside(server, unanswered) for server in servers], timeout=BUSY_S)):
+    while not all(ray.get([inside(server, _under_way) for server in servers], timeout=CALL_S)):
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {BUSY_S} s for every server to be at a request")
+        time.sleep(POLL_S)
+
+
+def _under_way(server):
+    return len(server.engine.output_processor.request_states)
 
 
 def _samples(module):
@@ -202,6 +244,7 @@ def _samples(module):
 
 
 after_import("verl.trainer.ppo.v1.replay_buffer", _samples)
+after_import("verl.trainer.ppo.v1.trainer_colocate_async", _stop)
 after_import("verl.workers.rollout.llm_server", _client)
 after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _server)
 after_import("nereus_plugins.session", _boundary)

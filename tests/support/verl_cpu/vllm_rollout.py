@@ -15,6 +15,7 @@ import torch
 from nereus_plugins.post_import import after_import
 from verl_cpu.command import SUPPORT
 from verl_cpu.rollout import Turns, _faulty
+from verl_cpu.ulps import ulps
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 OVERRIDES = (
@@ -83,9 +84,12 @@ def _by_token(module):
         mask = data.batch["response_mask"][:, -mine.shape[1] :].bool()
         if _latest:
             mask = mask & torch.tensor(_latest)[:, None]
-        apart = (mine - theirs).abs()[mask]
-        found = {f"{_APART}_max": apart.max().item()} if len(apart) else {}
-        return {**whole(data), **found, f"{_APART}_tokens_sum": len(apart)}
+        mine, theirs = mine[mask], theirs[mask]
+        found = {f"{_APART}_tokens_sum": len(mine)}
+        if len(mine):
+            found[f"{_APART}_max"] = (mine - theirs).abs().max().item()
+            found[f"{_APART}_ulps_max"] = ulps(mine, theirs).max().item()
+        return {**whole(data), **found}
 
     module.calculate_debug_metrics = calculate_debug_metrics
 
