@@ -10,13 +10,12 @@ import pytest
 from verl_cpu.alike import require_same_state
 from verl_cpu.answered import furthest, moved, read, require_none_lost
 from verl_cpu.command import SEPARATE
+from verl_cpu.ulps import MOST
 
 from nereus_core.events import TransitionFinished
 
 pytestmark = pytest.mark.real
 
-ULPS = 3.0
-"""Units in the last place that log-probabilities may be apart (`verl_cpu.ulps`). Seen: 2.0."""
 BATCH, RESPONSES, AHEAD = 8, 4, 6
 """Prompts a step, responses to each, prompts that verl submits before the first step. So when a
 step ends six are under way or wait, and of those that it trains on two came after the last
@@ -56,7 +55,7 @@ def require_right_answers(job):
     assert {piece["process"] for piece in told} >= served
     apart = furthest(requests, job.work, job.work.parent / "assets0" / "model")
     print(f"log-probabilities by server and version, in units in the last place: {apart}")
-    assert all(value <= ULPS for value in apart.values()), apart
+    assert all(value <= MOST for value in apart.values()), apart
 
 
 def require_fresh(job, steps):
@@ -65,7 +64,7 @@ def require_fresh(job, steps):
     fresh = [step for step in job.ran.metrics if step[f"{apart}_tokens_sum"] >= LONG]
     assert len(fresh) >= steps
     print(f"of fresh responses, the same: {[step[f'{apart}_ulps_max'] for step in fresh]}")
-    assert all(step[f"{apart}_ulps_max"] <= ULPS for step in fresh)
+    assert all(step[f"{apart}_ulps_max"] <= MOST for step in fresh)
 
 
 def require_last_synchronization(job):
@@ -117,6 +116,7 @@ class TestColocateAsync:
     def test_state_is_the_same_bit_for_bit(self, colocated):
         for record in colocated.forced:
             require_same_state(record)
+            assert record["alike"] == [True, True]  # of units that hold a copy each
 
     def test_every_replica_on_the_balancer_serves_the_last_synchronization(self, colocated):
         require_last_synchronization(colocated)
@@ -182,6 +182,7 @@ class TestSeparateAsync:
     def test_state_is_the_same_bit_for_bit(self, separated):
         for record in separated.forced:
             require_same_state(record)
+            assert record["alike"] == [True, True]  # of units that hold a copy each
 
     def test_devices_go_between_the_pools_and_back_to_ray(self, separated):
         """Of four: those of ranks and replicas, and those that verl gave the trainers, are held."""

@@ -3,13 +3,11 @@
 import pytest
 from verl_cpu.alike import allowed, gaps
 from verl_cpu.job import COMPARED
+from verl_cpu.ulps import MOST
 
 from nereus_core.events import TransitionFinished
 
 pytestmark = pytest.mark.real
-
-ULPS = 3.0
-"""Units in the last place that log-probabilities may be apart (`verl_cpu.ulps`). Seen: 2.0."""
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def test_parameters_and_moments_are_the_same_bit_for_bit(changed):
 
 def test_the_rollout_follows_the_actor_after_every_transition(changed):
     by_token = changed.series("training/rollout_log_probs_diff_ulps_max", COMPARED + 1)
-    assert all(apart <= ULPS for apart in by_token), by_token
+    assert all(apart <= MOST for apart in by_token), by_token
 
 
 def test_a_layout_that_comes_back_starts_no_process(changed):

@@ -28,7 +28,8 @@ class Request:
     got: list[dict] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     pieces: list[dict] = field(default_factory=list)
-    """What servers answered of it, in that order."""
+    """What servers answered of it, in order: a second apart at least, which verl's client waits
+    before it asks again, so that clocks of several processes on one machine can tell."""
     late: bool = False
     """Whether it was held back until its server had gone."""
 
@@ -65,6 +66,9 @@ def read(work: Path) -> dict[str, Request]:
 
 def require_none_lost(requests: dict[str, Request], asked: int, since: int) -> None:
     """Hold that each was asked once and answered, by its pieces one after the other.
+
+    One that is asked anew has a second name, and one that two servers answer has pieces that do not
+    follow each other.
 
     Args:
         requests: As `read` returns them.

@@ -28,7 +28,7 @@ from uuid import uuid4
 import ray
 import torch
 
-from nereus_adapters.ray_calls import call_all, inside
+from nereus_adapters.ray_calls import ask, call_all
 from nereus_adapters.verl.facts import training_workers
 from nereus_core.cluster import Device
 from nereus_plugins.post_import import after_import
@@ -213,7 +213,7 @@ def _occupy(client, servers):
     names = [uuid4().hex for _ in range(BUSY)]
     _own.update(names)
 
-    async def ask():
+    async def requests():
         asked = (
             client.generate(name, prompt_ids=list(range(5, 20 + i)), sampling_params=drawn)
             for i, name in enumerate(names)
@@ -221,9 +221,10 @@ def _occupy(client, servers):
         await asyncio.gather(*asked)
 
     # What it raises is written down, as what becomes of a request; the test asks for it there.
-    threading.Thread(target=lambda: asyncio.run(ask()), daemon=True).start()
+    threading.Thread(target=lambda: asyncio.run(requests()), daemon=True).start()
     deadline = time.monotonic() + BUSY_S
-    while not all(ray.get([inside(server, _under_way) for server in servers], timeout=CALL_S)):
+    awaited = "the number of requests under way"
+    while not all(ask(servers, _under_way, awaited=awaited, timeout_s=CALL_S)):
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {BUSY_S} s for every server to be at a request")
         time.sleep(POLL_S)

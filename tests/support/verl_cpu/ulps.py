@@ -5,6 +5,8 @@ import torch
 SMALLEST = 4.0
 """Whose unit is the least that counts: one is a logit less the logarithm of a sum over 512 words,
 which is about 6, so it is no more exact for being small."""
+MOST = 3.0
+"""That a rollout's and an actor's may be apart, who add up in another order. Seen: 2.0."""
 BITS = 23
 """Of a float32's fraction."""
 
