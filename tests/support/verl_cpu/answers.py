@@ -210,6 +210,7 @@ def _stop(module):
 def _occupy(client, servers):
     """Ask through verl's own client, and come back when every server is at it."""
     drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+    drawn["ignore_eos"] = True  # as long as any may be: verl stops none before its first token
     names = [uuid4().hex for _ in range(BUSY)]
     _own.update(names)
 
