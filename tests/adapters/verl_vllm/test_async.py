@@ -3,7 +3,9 @@
 What is said of log-probabilities: every token that any server answered is compared with what the
 actor's weights of that version make of it (`verl_cpu.answered.furthest`), however stale the step
 that trains on it. verl's own figure compares a step's batch with the weights that the actor has by
-then; of that those responses are taken whose tokens all come from these weights.
+then; of that those responses are taken whose tokens all come from these weights. In separate_async
+it says nothing on a CPU: verl keeps a step's first weights for its later mini-batches by ``.cpu()``
+(verl 0.9.1, fsdp_utils.py:1180), which copies nothing there, so these are compared with others.
 """
 
 import pytest
@@ -193,7 +195,6 @@ class TestSeparateAsync:
 
     def test_no_answer_is_lost_and_each_is_of_the_weights_it_says(self, separated):
         require_right_answers(separated)
-        require_fresh(separated, 4)
 
     def test_a_request_that_comes_when_its_server_has_left_is_answered_elsewhere(self, separated):
         late = [request for request in read(separated.work).values() if request.late]
