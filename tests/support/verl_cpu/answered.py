@@ -74,14 +74,14 @@ def require_none_lost(requests: dict[str, Request], asked: int, since: int) -> N
         requests: As `read` returns them.
         asked: How many the job asks if it has to ask none anew: what is lost is asked anew.
         since: The step after which a request may have been asked that the end of the job leaves
-            without an answer; none of the test's own may be.
+            without an answer, or ends with its server; none of the test's own may be.
     """
-    failed = {name: r.failed for name, r in requests.items() if r.failed}
+    due = {name: r for name, r in requests.items() if r.step < since or r.own}
+    failed = {name: r.failed for name, r in due.items() if r.failed}
     assert not failed, failed
     assert len(requests) == asked
     assert Counter(len(r.names) for r in requests.values()) == {1: asked}
-    left = {name: r.step for name, r in requests.items() if not r.got}
-    forgotten = {n: step for n, step in left.items() if step < since or requests[n].own}
+    forgotten = {name: r.step for name, r in due.items() if not r.got}
     assert not forgotten, f"asked after these steps and never answered: {forgotten}"
     for name, request in requests.items():
         tokens, log_probs = [], []
