@@ -15,9 +15,13 @@ class Seam:
     module: str
     """Dotted module, e.g. ``verl.trainer.ppo.v1``."""
     qualname: str
-    """Function, class or ``Class.method`` inside it."""
+    """Function, class, ``Class.method`` or ``Class.attribute`` inside it; of what a function
+    defines inside itself, ``function.Class.method``."""
     parameters: tuple[str, ...] | None = None
     """Parameter names that must be there, in this order; None when any signature will do."""
+
+    to_change: bool = False
+    """Needed only where a job is changed: one that is watched can do without."""
 
     def __str__(self) -> str:
         shape = "" if self.parameters is None else f"({', '.join(self.parameters)})"

@@ -11,6 +11,18 @@ from collections.abc import Collection, Sequence
 class NereusError(Exception):
     """Base of all errors that Nereus raises on purpose; catching it never hides a bug of ours."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let an error travel between processes: its parameters are not what it says."""
+        return _as_it_was, (type(self), self.args, self.__dict__)
+
+
+def _as_it_was(
+    kind: type[NereusError], args: tuple[object, ...], values: dict[str, object]
+) -> NereusError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(values)
+    return error
+
 
 def _names(values: Collection[object]) -> str:
     return ", ".join(str(v) for v in values) or "none"

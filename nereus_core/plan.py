@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -137,22 +137,32 @@ def plan_problems(plan: Plan, job: Job) -> tuple[str, ...]:
     problems += [
         f"{stage} is not part of {job.workload.algorithm}" for stage in sorted(set(plan) - wanted)
     ]
+    placements = {id(p): p for p in plan.values()}  # one that stages share is looked at once
+    on_devices = {name: _device_problems(p, healthy) for name, p in placements.items()}
     for stage in sorted(wanted & set(plan)):
         placement = plan[stage]
         problems += [f"{stage}: {p}" for p in stage_problems(job, stage, placement.layout)]
-        listed = [d for unit in placement.units for d in unit]
         if not placement.units:
             problems.append(f"{stage} has no unit")
         elif job.global_batch % placement.dp:
             problems.append(f"{stage}: dp={placement.dp} does not divide batch {job.global_batch}")
-        if len(listed) != len(set(listed)):
-            problems.append(f"{stage}: a device is in two units")
-        if any(len(unit) != placement.layout.num_devices for unit in placement.units):
-            problems.append(f"{stage}: a unit has not {placement.layout.num_devices} devices")
-        problems += [f"{stage}: {d} is not healthy" for d in sorted(set(listed) - healthy)]
-        if listed and (problem := job.share_problem(stage, len(listed), placement.dp)):
+        problems += [f"{stage}: {p}" for p in on_devices[id(placement)]]
+        listed = sum(map(len, placement.units))
+        if listed and (problem := job.share_problem(stage, listed, placement.dp)):
             problems.append(f"{stage}: {problem}")
     return (*problems, *place_problems(plan, job))
+
+
+def _device_problems(placement: Placement, healthy: Set[Device]) -> list[str]:
+    problems = []
+    distinct = set(chain.from_iterable(placement.units))
+    if len(distinct) != sum(map(len, placement.units)):
+        problems.append("a device is in two units")
+    if set(map(len, placement.units)) - {placement.layout.num_devices}:
+        problems.append(f"a unit has not {placement.layout.num_devices} devices")
+    if not distinct <= healthy:
+        problems += [f"{d} is not healthy" for d in sorted(distinct - healthy)]
+    return problems
 
 
 def place_problems(plan: Plan, job: Job) -> tuple[str, ...]:

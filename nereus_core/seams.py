@@ -6,6 +6,7 @@ Nothing is imported: a framework whose import needs an accelerator can be checke
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -22,15 +23,11 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def check_seam(seam: Seam) -> None:
     """Raise SeamBroken, saying what was found instead, unless the seam holds."""
     tree, module = _parse(seam, seam.module)
-    outer, _, inner = seam.qualname.partition(".")
+    outer, *inner = seam.qualname.split(".")
     found = _resolve(seam, tree, module, outer, _MAX_HOPS)
-    if inner:
-        if not isinstance(found, ast.ClassDef):
-            raise SeamBroken(str(seam), f"{outer} is not a class")
-        member = _member(seam, found, module, inner)
-        if member is None:
-            raise SeamBroken(str(seam), f"class {outer} has no {inner}")
-        found = member
+    for name in inner:
+        found = _part(seam, found, module, outer, name)
+        outer = name
     if seam.parameters is not None:
         _check_parameters(seam, found)
 
@@ -57,7 +54,13 @@ def _parse(seam: Seam, module: str) -> tuple[ast.Module, str]:
     if path is None:
         raise SeamBroken(str(seam), f"no source of module {module} is installed")
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return ast.parse(path.read_text(encoding="utf-8"), str(path)), package
+    return _tree(path, path.stat().st_mtime_ns), package
+
+
+@functools.lru_cache(maxsize=8)  # seams of one module follow each other
+def _tree(path: Path, written_ns: int) -> ast.Module:
+    del written_ns  # a file that has changed is read again
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -93,8 +96,50 @@ def _resolve(seam: Seam, tree: ast.Module, package: str, name: str, hops: int) -
     raise SeamBroken(str(seam), f"the module has no {name}")
 
 
+def _part(seam: Seam, owner: ast.stmt, package: str, called: str, name: str) -> ast.stmt:
+    """Find a member of a class, or what a function defines inside itself."""
+    if isinstance(owner, ast.ClassDef):
+        member, kind = _member(seam, owner, package, name), "class"
+    elif isinstance(owner, ast.FunctionDef | ast.AsyncFunctionDef):
+        member, kind = _definition(owner, name), "function"
+    else:
+        raise SeamBroken(str(seam), f"{called} is neither a class nor a function")
+    if member is None:
+        raise SeamBroken(str(seam), f"{kind} {called} has no {name}")
+    return member
+
+
+def _definition(owner: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> ast.stmt | None:
+    inner = (node for node in _statements(owner.body) if isinstance(node, _Definition))
+    return next((node for node in inner if node.name == name), None)
+
+
+def _set_on_self(owner: ast.ClassDef, name: str) -> ast.stmt | None:
+    """Find where a method of a class sets an attribute of its instance."""
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            parts = [part for target in targets for part in getattr(target, "elts", [target])]
+            if any(_is_of_self(part, name) for part in parts):
+                return node
+    return None
+
+
+def _is_of_self(target: ast.expr, name: str) -> bool:
+    owner = getattr(target, "value", None)
+    return (
+        isinstance(target, ast.Attribute)
+        and target.attr == name
+        and isinstance(owner, ast.Name)
+        and owner.id == "self"
+    )
+
+
 def _member(seam: Seam, owner: ast.ClassDef, package: str, name: str) -> ast.stmt | None:
-    """Find a member in a class or, failing that, in the bases that its own module defines."""
+    """Find a member in a class or, failing that, in the bases that its own module defines.
+
+    Attributes that a method sets on its instance are members too.
+    """
     for node in _statements(owner.body):
         if isinstance(node, _Definition) and node.name == name:
             return node
@@ -102,6 +147,8 @@ def _member(seam: Seam, owner: ast.ClassDef, package: str, name: str) -> ast.stm
             return node
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == name:
             return node
+    if (found := _set_on_self(owner, name)) is not None:
+        return found
     for base in owner.bases:
         if isinstance(base, ast.Name):
             tree, package = _parse(seam, seam.module)

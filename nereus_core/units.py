@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, Self
 
 from nereus_core.cluster import Device
@@ -58,11 +59,13 @@ class Unit:
 class UnitMap(Mapping[UnitId, Unit]):
     """The units alive at one moment: immutable, ordered by id. DP of a stage is its unit count."""
 
-    __slots__ = ("_units",)
+    __slots__ = ("_stages", "_units")
 
     def __init__(self, units: Iterable[Unit] = ()) -> None:
         ordered = sorted(units, key=lambda u: u.id)
         self._units = {u.id: u for u in ordered}
+        self._stages: dict[ModelStage, tuple[Unit, ...]] | None = None
+        """Units by model-stage, once somebody has asked."""
         if len(self._units) != len(ordered):
             raise ValueError("two units have one id")
 
@@ -83,11 +86,11 @@ class UnitMap(Mapping[UnitId, Unit]):
 
     def of(self, model_stage: ModelStage) -> tuple[Unit, ...]:
         """Units of a model-stage, by id: also the order in which they take slices of a batch."""
-        return tuple(u for u in self._units.values() if u.model_stage == model_stage)
+        return self._by_stage().get(model_stage, ())
 
     def stages(self) -> tuple[ModelStage, ...]:
         """Model-stages that have a unit, sorted."""
-        return tuple(sorted({u.model_stage for u in self._units.values()}))
+        return tuple(self._by_stage())
 
     def on(self, device: Device) -> tuple[Unit, ...]:
         """Units that hold a device."""
@@ -106,4 +109,11 @@ class UnitMap(Mapping[UnitId, Unit]):
 
     def next_serial(self, model_stage: ModelStage) -> int:
         """Return a serial that no unit alive has."""
-        return max((u.id.serial + 1 for u in self.of(model_stage)), default=0)
+        own = self.of(model_stage)
+        return own[-1].id.serial + 1 if own else 0
+
+    def _by_stage(self) -> dict[ModelStage, tuple[Unit, ...]]:
+        if self._stages is None:
+            grouped = groupby(self._units.values(), key=lambda u: u.id.model_stage)
+            self._stages = {stage: tuple(units) for stage, units in grouped}
+        return self._stages

@@ -91,7 +91,7 @@ def payback(offer: Offer, policy: PolicyConfig) -> Verdict:
             f"less than the least worth a change, {policy.min_saving:.1%}",
         )
     steps, cost_s, low_s = offer.crossing.steps, offer.transition_s.high_s, offer.saving_s.low_s
-    repaid = low_s * steps >= cost_s
+    repaid = low_s > 0 and low_s * steps >= cost_s
     rule = (
         f"payback: at least {low_s:.3g} s per step x {steps:.3g} steps "
         f"({_DUE[offer.crossing.signal]}) = {low_s * steps:.3g} s, "

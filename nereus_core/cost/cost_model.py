@@ -55,7 +55,7 @@ class _Stages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostModel:
-    """An immutable value; `refined` and `on` return new ones."""
+    """An immutable value; what it computed it keeps. `refined` and `on` return others."""
 
     job: Job
     efficiencies: EfficiencyTable = _PRIOR
@@ -79,6 +79,9 @@ class CostModel:
         default_factory=dict, init=False, repr=False
     )
 
+    _elsewhere: CostModel | None = field(default=None, init=False, repr=False)
+    """The model that `on` returned last, with what it computed."""
+
     def __post_init__(self) -> None:
         if self.efficiencies is _PRIOR:
             prior = EfficiencyTable.prior(self.job.cluster, prior_fractions(self.job.cluster))
@@ -96,8 +99,15 @@ class CostModel:
         return self.curves or curves_of(self.job.cluster.device_spec)
 
     def on(self, job: Job) -> CostModel:
-        """Return the same calibration for another state of the job's cluster."""
-        return replace(self, job=job)
+        """Return the same calibration for another state of the job's cluster.
+
+        The same model while the same job is asked for: several looks at a boundary share tables.
+        """
+        found = self._elsewhere
+        if found is None or found.job is not job:
+            found = replace(self, job=job)
+            object.__setattr__(self, "_elsewhere", found)
+        return found
 
     def step(self, plan: Plan, lengths: Lengths) -> StepCost:
         """Predict the seconds of one RL step."""

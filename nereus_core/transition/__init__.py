@@ -2,7 +2,7 @@
 
 from nereus_core.transition.compile import compile_transition
 from nereus_core.transition.execute import Outcome, execute, execute_under, transact
-from nereus_core.transition.graph import Edge, EdgeKind, TransitionGraph
+from nereus_core.transition.graph import Edge, EdgeKind, Listed, TransitionGraph
 from nereus_core.transition.journal import Journal, JournalCorrupt, Pending
 from nereus_core.transition.run import Conditions
 from nereus_core.transition.trace import chrome_trace, write_traces
@@ -13,6 +13,7 @@ __all__ = [
     "EdgeKind",
     "Journal",
     "JournalCorrupt",
+    "Listed",
     "Outcome",
     "Pending",
     "TransitionGraph",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import count
 
 from nereus_core.cluster import Device
 from nereus_core.errors import StateLost
-from nereus_core.layout import Layout
 from nereus_core.plan import Plan, check_plan
 from nereus_core.primitives import Kind
-from nereus_core.transition.draft import Node
 from nereus_core.transition.graph import TransitionGraph
-from nereus_core.transition.matching import Match, Place, match
+from nereus_core.transition.matched import Held, Match
+from nereus_core.transition.matching import match
 from nereus_core.transition.resources import ordered
-from nereus_core.transition.sharing import shared
-from nereus_core.units import Unit, UnitId, UnitMap
+from nereus_core.transition.room import is_ample
+from nereus_core.transition.roster import Roster
+from nereus_core.transition.stage_draft import StageDraft
+from nereus_core.units import UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
 
 
@@ -38,15 +38,18 @@ def compile_transition(
     from the train stage it follows, or from its origin. On no device do new shards exceed the
     capacity beside what is there: others go first, or state waits in host memory. Deterministic.
 
+    All is decided when this returns: which primitives, on which units, in an order that keeps every
+    edge. Primitives and edges are wrapped as values, and reasons spelled, when they are first read.
+
     Args:
-        units: Units running now.
+        units: Units running now, of stages of the job.
         target: What they should become.
         job: The job they run.
         lost: Failed devices; units that held one are gone.
         prefix: Name of the transition; its op ids are ``prefix/0`` ...
         parked: Units parked by an earlier transition that failed; used where a stage has no other.
         serials: Least serial of a new unit by model-stage, where serials above those of the units
-            running have been used before.
+            running and parked have been used before.
         forbidden: Splits and merges that the adapter cannot do on a kind of stage; units are
             extended and destroyed instead.
 
@@ -57,68 +60,48 @@ def compile_transition(
     """
     check_plan(target, job.on(job.cluster.without(lost)) if lost else job)
     alive, parked = units.intact(lost) if lost else units, parked or UnitMap()
-    stages = job.workload.stages
+    roster, matching = Roster(), _Matching(job, target, forbidden)
     drafted = []
-    for number, stage in enumerate(stages):
-        found = match(
-            job.model(stage),
-            alive.of(stage),
-            target[stage],
-            splits=(Kind.SPLIT, stage.stage) not in forbidden,
-            merges=(Kind.MERGE, stage.stage) not in forbidden,
-        )
-        serial = max(units.next_serial(stage), (serials or {}).get(stage, 0))
-        drafted.append(_StageDraft(number, stage, found, target[stage].layout, serial))
-    pools = [_pool(d, drafted, parked, job) for d in drafted]
-    nodes = [node for d, pool in zip(drafted, pools, strict=True) for node in d.nodes(pool)]
-    ops, edges = ordered(nodes, pools, alive, job, prefix)
-    return TransitionGraph(prefix, alive, ops, edges, parked)
+    for number, stage in enumerate(job.workload.stages):
+        there = roster.add(alive.of(stage))
+        used = max(units.next_serial(stage), parked.next_serial(stage))
+        serial = max(used, (serials or {}).get(stage, 0))
+        found = matching.of(stage, roster, there)
+        drafted.append(StageDraft(number, stage, there, found, target[stage], roster, serial))
+    pools = [_pool(draft, drafted, parked, roster, job) for draft in drafted]
+    nodes = [n for d, pool in zip(drafted, pools, strict=True) for n in d.nodes(pool, roster)]
+    before, made = [d.layouts_before for d in drafted], [d.layouts_made for d in drafted]
+    tight = not is_ample(job, before, made)
+    steps = ordered(nodes, pools, [d.there for d in drafted], roster, job, prefix, tight=tight)
+    return TransitionGraph(prefix, alive, steps, parked)
 
 
-class _StageDraft:
-    """The primitives of one model-stage, and the units that hold its state."""
+class _Matching:
+    """Matches model-stages to a target; those that lie and go alike, as colocated ones do, once."""
 
-    def __init__(
-        self, number: int, stage: ModelStage, found: Match, layout: Layout, serial: int
-    ) -> None:
-        """Name the units to be made, from ``serial`` up, and draft the primitives."""
-        self.stage, self._number, self._surplus = stage, number, found.surplus
-        serials = count(serial)
+    def __init__(self, job: Job, target: Plan, forbidden: Collection[tuple[Kind, Stage]]) -> None:
+        self._job, self._target, self._forbidden = job, target, forbidden
+        self._found: list[tuple[object, Match]] = []
 
-        def unit(place: Place, layout: Layout) -> Unit:
-            return Unit(UnitId(stage, next(serials)), layout, place)
-
-        self._in_place: list[Node] = []
-        stay = list(found.kept)
-        for change in found.in_place:
-            made = tuple(unit(place, change.layout) for place in change.places)
-            kind = Kind.SPLIT if change.is_split else Kind.MERGE
-            self._in_place.append(Node(kind, number, change.parents, made))
-            if change.bridge_to is not None:
-                whole = (unit(change.bridge_to, layout),)
-                self._in_place.append(Node(Kind.MERGE, number, made, whole))
-                made = whole
-            stay += made
-        self.new = [unit(place, layout) for place in found.new]
-        self.held = (*stay, *found.surplus)
-        """Units that hold the state without an Extend: kept, made in place, surplus."""
-        self.final = (*stay, *self.new)
-        """Units of the target."""
-
-    def nodes(self, pool: Sequence[Unit]) -> list[Node]:
-        """Draft all primitives, given the units that an Extend may read; none: the origin."""
-        reads = shared(pool, self.new) if pool else [[] for _ in self.new]
-        extends = [
-            Node(Kind.EXTEND, self._number, made=(unit,), reads=sources)
-            for unit, sources in zip(self.new, reads, strict=True)
-        ]
-        ends = [Node(Kind.DESTROY, self._number, (unit,)) for unit in self._surplus]
-        return [*self._in_place, *extends, *ends]
+    def of(self, stage: ModelStage, roster: Roster, units: range) -> Match:
+        """Match the units of a stage."""
+        own = slice(units.start, units.stop)
+        held = Held(roster.layouts[own], roster.places[own])
+        model, placement = self._job.model(stage), self._target[stage]
+        splits = (Kind.SPLIT, stage.stage) not in self._forbidden
+        merges = (Kind.MERGE, stage.stage) not in self._forbidden
+        alike = (splits, merges, model, placement, held)
+        for before, found in self._found:
+            if before == alike:
+                return found
+        found = match(model, held, placement, splits=splits, merges=merges)
+        self._found.append((alike, found))
+        return found
 
 
 def _pool(
-    draft: _StageDraft, drafted: Sequence[_StageDraft], parked: UnitMap, job: Job
-) -> tuple[Unit, ...]:
+    draft: StageDraft, drafted: Sequence[StageDraft], parked: UnitMap, roster: Roster, job: Job
+) -> Sequence[int]:
     """Units to extend a stage from: its own, else the final ones of the train stage it follows.
 
     The units of another stage are read when that stage has changed, so that nothing of it waits.
@@ -127,8 +110,10 @@ def _pool(
     stage = draft.stage
     if not draft.new:
         return ()
-    if found := draft.held or parked.of(stage):
-        return found
+    if draft.held:
+        return draft.held
+    if own := parked.of(stage):
+        return roster.add(own)
     node = job.workload.node(stage)
     train = next((d for d in drafted if d.stage == node.weights_from), None)
     if train is not None and (train.held or parked.of(train.stage)):

@@ -1,119 +1,124 @@
-"""Primitives and the edges between them, in the making: state and release-before-acquire.
-
-Devices that every unit takes or leaves together are one *atom*, and a set of atoms is an integer:
-a transition at thousands of devices has to be ordered in milliseconds.
-"""
+"""Primitives and the edges between them, in the making: state and release-before-acquire."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import or_
 
 from nereus_core.cluster import Device
 from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Primitive, Split
+from nereus_core.transition import reasons
+from nereus_core.transition.atoms import Atoms, Group, bits
 from nereus_core.transition.graph import EdgeKind
-from nereus_core.units import Unit, UnitId
+from nereus_core.transition.reasons import Reason
+from nereus_core.transition.roster import Roster
 from nereus_core.workload import ModelStage
 
 
 @dataclass(slots=True)
 class Node:
-    """A primitive while its place in the order is sought; in a draft named by its index."""
+    """A primitive while its place in the order is sought; in a draft named by its index.
+
+    Units are numbers of a `Roster`.
+    """
 
     kind: Kind
     stage: int
     """Position of its model-stage in stage order."""
-    ended: tuple[Unit, ...] = ()
-    made: tuple[Unit, ...] = ()
-    reads: list[Unit] = field(default_factory=list)
+    ended: Sequence[int]
+    made: Sequence[int]
+    left: Group
+    """Devices of the units it ends."""
+    taken: Group
+    """Devices of the units it makes: the same object where these are the same devices."""
+    reads: Sequence[int] = ()
     """Sources of an Extend, in order; none: the origin."""
     park: bool = False
     staging_bytes: int | None = None
-    waits: dict[int, tuple[EdgeKind, str]] = field(default_factory=dict)
-    """Nodes that must precede it, and why."""
-    takes: int = 0
-    """Atoms of the units it makes."""
-    leaves: int = 0
-    """Atoms of the units it ends."""
-
-    @property
-    def destroys(self) -> bool:
-        """Whether it is a Destroy."""
-        return self.kind is Kind.DESTROY
-
-    def named(self, op_id: OpId) -> Primitive:
-        """Return the primitive as it was ordered."""
-        if self.kind is Kind.EXTEND:
-            return Extend(op_id, tuple([u.id for u in self.reads]), self.made[0])
-        if self.kind is Kind.DESTROY:
-            return Destroy(op_id, self.ended[0].id, self.park)
-        if self.kind is Kind.SPLIT:
-            return Split(op_id, self.ended[0].id, self.made, self.staging_bytes)
-        return Merge(op_id, tuple([u.id for u in self.ended]), self.made[0], self.staging_bytes)
 
 
 class Draft:
-    """Nodes, named by their index, and what the steps of ordering share."""
+    """Nodes, named by their index, their edges, and what the steps of ordering share."""
 
     def __init__(
         self,
         nodes: list[Node],
-        pools: Sequence[Sequence[Unit]],
+        pools: Sequence[Sequence[int]],
         stages: tuple[ModelStage, ...],
+        roster: Roster,
     ) -> None:
         """Take nodes without edges and, by stage, the units that Extends may read.
 
         Model-stages are in stage order.
         """
-        self.nodes, self.stages, self._pools = nodes, stages, pools
-        units = {u.id: u for pool in pools for u in pool}
-        for node in nodes:
-            for unit in (*node.ended, *node.made):
-                units[unit.id] = unit
-        self.mask, self._atoms = _atoms(units.values())
-        self._names: dict[int, str] = {}
-        self.maker: dict[UnitId, int] = {}
-        self.ender: dict[UnitId, int] = {}
+        self.nodes, self.stages, self.roster, self._pools = nodes, stages, roster, pools
+        self.waits: defaultdict[int, dict[int, Reason]] = defaultdict(dict)
+        """By node that waits: nodes that must precede it, and why."""
+        self.maker: list[int | None] = [None] * len(roster)
+        """By unit: the node that makes it."""
+        self.ender: list[int | None] = [None] * len(roster)
+        """By unit: the node that ends it."""
+        self._passing: list[int] = []
+        """Units made only on the way to others, which end them."""
         for i, node in enumerate(nodes):
-            for unit in node.made:
-                self.maker[unit.id] = i
-                node.takes |= self.mask[unit.id]
             for unit in node.ended:
-                self.ender[unit.id] = i
-                node.leaves |= self.mask[unit.id]
+                self.ender[unit] = i
+                if self.maker[unit] is not None:
+                    self._passing.append(unit)
+            for unit in node.made:
+                self.maker[unit] = i
+        read = [roster.places[unit] for unit in self._readable()]
+        left = [node.left for node in nodes]
+        moved = [node.taken for node in nodes if node.taken is not node.left]
+        self._atoms = Atoms([*read, *left, *moved])
+        masks = self._atoms.masks
+        self.leaves = [masks[group] for group in left]
+        """By node: atoms of the units it ends."""
+        self.takes = [
+            mask if node.taken is node.left else masks[node.taken]
+            for node, mask in zip(nodes, self.leaves, strict=True)
+        ]
+        """By node: atoms of the units it makes."""
 
-    def pool(self, stage: int) -> Sequence[Unit]:
+    def _readable(self) -> Iterable[int]:
+        return chain.from_iterable({id(pool): pool for pool in self._pools}.values())
+
+    def pool(self, stage: int) -> Sequence[int]:
         """Units that Extends of a stage may read."""
         return self._pools[stage]
 
-    def touches(self, node: Node) -> int:
-        """Atoms that take part: of units ended, made and read."""
-        found = node.takes | node.leaves
-        for unit in node.reads:
-            found |= self.mask[unit.id]
+    def touches(self) -> list[int]:
+        """Atoms that take part, by node: of units ended, made and read."""
+        found, masks = list(map(or_, self.takes, self.leaves)), self._atoms.masks
+        for i, node in enumerate(self.nodes):
+            for unit in node.reads:
+                found[i] |= masks[self.roster.places[unit]]
         return found
 
     def add_state_edges(self) -> None:
         """A unit is made before it is read or changed further, and read before it ends."""
+        for unit in self._passing:
+            maker, ender = self.maker[unit], self.ender[unit]
+            assert maker is not None
+            assert ender is not None
+            self.waits[ender][maker] = (EdgeKind.STATE, reasons.GOES_ON, unit)
         for i, node in enumerate(self.nodes):
-            for unit in node.ended:
-                if (maker := self.maker.get(unit.id)) is not None:
-                    node.waits[maker] = (EdgeKind.STATE, f"goes on from {unit.id}")
             for unit in node.reads:
                 self.add_reading(i, unit)
 
-    def add_reading(self, reader: int, unit: Unit) -> None:
+    def add_reading(self, reader: int, unit: int) -> None:
         """Put an Extend after the maker of a unit it reads, and before its end."""
-        name = unit.id
-        if (maker := self.maker.get(name)) is not None:
-            self.nodes[reader].waits[maker] = (EdgeKind.STATE, f"reads {name}")
-        if (ender := self.ender.get(name)) is not None:
+        if (maker := self.maker[unit]) is not None:
+            self.waits[reader][maker] = (EdgeKind.STATE, reasons.READS, unit)
+        if (ender := self.ender[unit]) is not None:
             if self.nodes[ender].park:
-                text = f"reads {name}, parked in host memory"
-                self.nodes[reader].waits[ender] = (EdgeKind.STATE, text)
+                self.waits[reader][ender] = (EdgeKind.STATE, reasons.READS_PARKED, unit)
             else:
-                text = f"{name} is read before it ends"
-                self.nodes[ender].waits[reader] = (EdgeKind.STATE, text)
+                self.waits[ender][reader] = (EdgeKind.STATE, reasons.READ_BEFORE_END, unit)
 
     def add_release_edges(self) -> None:
         """A device that one unit leaves and another takes is released before it is acquired.
@@ -122,75 +127,83 @@ class Draft:
         that share a device, before or after, share it also meanwhile.
         """
         comes, leaves = [0] * len(self.stages), [0] * len(self.stages)
+        acquirers: list[tuple[int, int]] = []
         releasers: dict[int, list[tuple[int, int]]] = {}
-        for i, node in enumerate(self.nodes):
-            comes[node.stage] |= node.takes & ~node.leaves
-            if released := node.leaves & ~node.takes:
-                leaves[node.stage] |= released
+        for i, (takes, left) in enumerate(zip(self.takes, self.leaves, strict=True)):
+            if takes == left:
+                continue
+            stage = self.nodes[i].stage
+            if acquired := takes & ~left:
+                comes[stage] |= acquired
+                acquirers.append((i, acquired))
+            if released := left & ~takes:
+                leaves[stage] |= released
                 for bit in bits(released):
-                    releasers.setdefault(bit, []).append((i, node.stage))
-        for i, node in enumerate(self.nodes):
-            acquired = node.takes & ~node.leaves
-            by_node: dict[int, int] = {}
+                    releasers.setdefault(bit, []).append((i, stage))
+        for i, acquired in acquirers:
+            own, by_node = self.nodes[i].stage, dict[int, int]()
             for bit in bits(acquired):
                 for first, stage in releasers.get(bit, ()):
-                    if stage == node.stage or not bit & (comes[stage] | leaves[node.stage]):
+                    if stage == own or not bit & (comes[stage] | leaves[own]):
                         by_node[first] = by_node.get(first, 0) | bit
             for first, shared in by_node.items():
-                if self._goes_on_from(first, i):
-                    continue  # what it releases is what this node acquires first
-                by, to = self.stages[self.nodes[first].stage], self.stages[node.stage]
-                text = f"{self.names(shared)} released by {by}, acquired by {to}"
-                node.waits.setdefault(first, (EdgeKind.RELEASE, text))
+                # One that goes on from this one releases what this one acquires.
+                if not (self._passing and self._goes_on_from(first, i)):
+                    self.waits[i].setdefault(first, (EdgeKind.RELEASE, reasons.RELEASED, shared))
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
         """Whether a node ends what another made, or what was made of that."""
-        makers = (self.maker.get(unit.id) for unit in self.nodes[later].ended)
-        return any(
-            maker is not None and (maker == earlier or self._goes_on_from(maker, earlier))
-            for maker in makers
-        )
+        for unit in self.nodes[later].ended:
+            maker = self.maker[unit]
+            if maker is not None and (maker == earlier or self._goes_on_from(maker, earlier)):
+                return True
+        return False
 
-    def names(self, mask: int) -> str:
+    # --- As it is read --------------------------------------------------------------------------
+
+    def primitive(self, number: int, op_id: OpId) -> Primitive:
+        """Return a node as the primitive it stands for."""
+        node, name, unit = self.nodes[number], self.roster.id, self.roster.unit
+        if node.kind is Kind.EXTEND:
+            return Extend(op_id, tuple(map(name, node.reads)), unit(node.made[0]))
+        if node.kind is Kind.DESTROY:
+            return Destroy(op_id, name(node.ended[0]), node.park)
+        if node.kind is Kind.SPLIT:
+            into = tuple(map(unit, node.made))
+            return Split(op_id, name(node.ended[0]), into, node.staging_bytes)
+        parents = tuple(map(name, node.ended))
+        return Merge(op_id, parents, unit(node.made[0]), node.staging_bytes)
+
+    def spelled(self, first: int, then: int) -> str:
+        """Say why one node waits for another."""
+        _, text, about = self.waits[then][first]
+        if "{unit}" in text:
+            return text.format(unit=self.roster.id(about))
+        by, to = self.stages[self.nodes[first].stage], self.stages[self.nodes[then].stage]
+        return text.format(devices=self._names(about), by=by, to=to)
+
+    def _names(self, mask: int) -> str:
         """Spell devices, three at most."""
-        if mask not in self._names:
-            found = [d for bit in bits(mask) for d in self._atoms[bit]]
+        if mask not in self._named:
+            found = [d for bit in bits(mask) for d in self._by_atom[bit]]
+            found.sort(key=self._turns.__getitem__)
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            self._names[mask] = ", ".join(map(str, found[:3])) + more
-        return self._names[mask]
+            self._named[mask] = ", ".join(map(str, found[:3])) + more
+        return self._named[mask]
 
+    @cached_property
+    def _named(self) -> dict[int, str]:
+        """Devices as spelled, by mask."""
+        return {}
 
-def _atoms(units: Collection[Unit]) -> tuple[dict[UnitId, int], dict[int, list[Device]]]:
-    """Return the atoms of every unit, one bit each, and the devices of every atom."""
-    groups = {id(unit.devices): unit.devices for unit in units}  # stages that share them, once
-    owners: dict[Device, int] = {}
-    names = 0
-    for devices in groups.values():
-        renamed: dict[int, int] = {}  # devices that were together, and are in this unit, stay so
-        for device in devices:
-            before = owners.get(device, 0)
-            after = renamed.get(before)
-            if after is None:
-                names += 1
-                renamed[before] = after = names
-            owners[device] = after
-    bit_of: dict[int, int] = {}
-    atoms: dict[int, list[Device]] = {}
-    for device, key in owners.items():
-        bit = bit_of.setdefault(key, 1 << len(bit_of))
-        atoms.setdefault(bit, []).append(device)
-    masks: dict[int, int] = {}
-    for group, devices in groups.items():
-        mask = 0
-        for key in {owners[device] for device in devices}:
-            mask |= bit_of[key]
-        masks[group] = mask
-    return {unit.id: masks[id(unit.devices)] for unit in units}, atoms
+    @cached_property
+    def _by_atom(self) -> dict[int, Group]:
+        return self._atoms.devices()
 
-
-def bits(mask: int) -> Iterator[int]:
-    """Yield the powers of two that a mask consists of."""
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit
+    @cached_property
+    def _turns(self) -> dict[Device, int]:
+        """In which order devices are spelled: those that units hold together, together."""
+        changed = (unit for node in self.nodes for unit in (*node.ended, *node.made))
+        units = dict.fromkeys(chain(self._readable(), changed))
+        groups = Atoms(self.roster.places[unit] for unit in units).devices().values()
+        return {device: turn for turn, device in enumerate(chain.from_iterable(groups))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -55,14 +55,44 @@ class PrimitiveCost(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+class Steps(Protocol):
+    """Primitives and what each waits for; `pairs` says it by position, wrapping no value."""
+
+    @property
+    def ops(self) -> tuple[Primitive, ...]:
+        """Primitives."""
+        ...
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What they wait for."""
+        ...
+
+    def pairs(self) -> Iterable[tuple[int, int]]:
+        """Yield the positions of the primitives that every edge joins, the first one first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Steps as values."""
+
+    ops: tuple[Primitive, ...]
+    edges: tuple[Edge, ...]
+
+    def pairs(self) -> Iterable[tuple[int, int]]:
+        """See `Steps`."""
+        place = {op.op_id: i for i, op in enumerate(self.ops)}
+        return [(place[e.before], place[e.after]) for e in self.edges]
+
+
+@dataclass(frozen=True, eq=False)
 class TransitionGraph:
     """What turns one set of units into another. A cycle in it raises CycleError at once."""
 
     name: str
     units_before: UnitMap
-    ops: tuple[Primitive, ...]
-    edges: tuple[Edge, ...]
+    steps: Steps = field(repr=False)
     parked_before: UnitMap = field(default_factory=UnitMap)
     """Units that an earlier, failed transition parked: sources only."""
     _priced: tuple[PrimitiveCost, Mapping[OpId, Interval]] | None = field(
@@ -70,7 +100,28 @@ class TransitionGraph:
     )
 
     def __post_init__(self) -> None:
-        self.topological()
+        if not self._listed_in_order():
+            self.topological()
+
+    def __eq__(self, other: object) -> bool:
+        return self._value == other._value if isinstance(other, TransitionGraph) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    @property
+    def _value(self) -> tuple[object, ...]:
+        return self.name, self.units_before, self.ops, self.edges, self.parked_before
+
+    @property
+    def ops(self) -> tuple[Primitive, ...]:
+        """Primitives, in an order that keeps every edge where the compiler made them."""
+        return self.steps.ops
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What primitives wait for, and why."""
+        return self.steps.edges
 
     @cached_property
     def by_id(self) -> Mapping[OpId, Primitive]:
@@ -125,14 +176,16 @@ class TransitionGraph:
         Raises:
             CycleError: there is none; spells the cycle out.
         """
-        place = {op.op_id: i for i, op in enumerate(self.ops)}
-        if all(place[e.before] < place[e.after] for e in self.edges):
+        if self._listed_in_order():
             return self.ops
         try:
             order = list(TopologicalSorter(self.predecessors()).static_order())
         except FoundCycle as error:
             raise CycleError(error.args[1]) from error
         return tuple(self.by_id[op_id] for op_id in order)
+
+    def _listed_in_order(self) -> bool:
+        return all(first < then for first, then in self.steps.pairs())
 
     @property
     def depth(self) -> int:

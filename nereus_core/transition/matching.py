@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nereus_core.cluster import Device
 from nereus_core.cost.transition import shared_elements
 from nereus_core.layout import Layout, layouts
 from nereus_core.model import ModelSpec
 from nereus_core.plan import Placement
-from nereus_core.units import Unit
-
-Place = tuple[Device, ...]
-"""Devices of one target unit, in order of local rank."""
+from nereus_core.transition.matched import Held, InPlace, Match
+from nereus_core.transition.roster import Place
 
 _EXACT = 12
 """Candidates that compete are packed exactly up to this number of them, else greedily: 2^12 steps
@@ -24,33 +21,9 @@ _BRIDGE = 0.9
 Chosen, not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class InPlace:
-    """Units that become others without leaving their devices: a Split, or a Merge."""
-
-    parents: tuple[Unit, ...]
-    places: tuple[Place, ...]
-    layout: Layout
-    """Of the units made."""
-    is_split: bool
-    """Whether it stays on the devices of one parent."""
-    bridge_to: Place | None = None
-    """Where the unit made grows on to, in the target's layout: its place was held in part only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What becomes of every unit and every place of a model-stage."""
-
-    kept: tuple[Unit, ...]
-    in_place: tuple[InPlace, ...]
-    new: tuple[Place, ...]
-    surplus: tuple[Unit, ...]
-
-
 def match(
     model: ModelSpec,
-    units: tuple[Unit, ...],
+    units: Held,
     target: Placement,
     *,
     splits: bool = True,
@@ -67,61 +40,100 @@ def match(
     surplus, or new.
 
     Without splits or merges (an adapter that cannot do them), what is not kept is surplus or new.
-    Units may have several layouts: a transition that failed part-way leaves such.
+    Units may have several layouts: a transition that failed part-way leaves such. No two of them
+    share a device.
     """
     layout, free_places = target.layout, dict.fromkeys(target.units)
     kept, left = [], []
-    for unit in units:
-        if unit.devices in free_places and unit.layout == layout:
+    for unit, place in enumerate(units.places):
+        found = units.layouts[unit]
+        if (found is layout or found == layout) and place in free_places:
             kept.append(unit)
-            del free_places[unit.devices]
+            del free_places[place]
         else:
             left.append(unit)
     if not left or not free_places:
         return Match(tuple(kept), (), tuple(free_places), tuple(left))
-    candidates = _candidates(left, list(free_places), layout)
+    candidates = _candidates(units, left, list(free_places), layout)
     if not (splits and merges):
         candidates = [c for c in candidates if (splits if c.is_split else merges)]
-    chosen = _packed(model, candidates) if _compete(candidates) else candidates
-    used = {u.id for c in chosen for u in c.parents}
-    for candidate in chosen:
-        for place in candidate.places:
+    chosen = _packed(model, units, candidates) if _compete(candidates) else candidates
+    used = {parent for c in chosen for parent in c.parents}
+    filled = [place for c in chosen for place in c.places]
+    if len(filled) == len(free_places):
+        assert len(set(map(id, filled))) == len(filled), "two units of a stage share a device"
+        free_places.clear()
+    else:
+        for place in filled:
             del free_places[place]
-    left = [u for u in left if u.id not in used]
+    left = [unit for unit in left if unit not in used]
     if splits and merges and left and free_places:
-        for bridge in _bridges(model, left, list(free_places), layout):
-            gone = {u.id for u in bridge.parents}
-            if bridge.bridge_to in free_places and gone <= {u.id for u in left}:
+        for bridge in _bridges(model, units, left, list(free_places), layout):
+            if bridge.bridge_to in free_places and used.isdisjoint(bridge.parents):
                 chosen.append(bridge)
                 del free_places[bridge.bridge_to]
-                left = [u for u in left if u.id not in gone]
+                used.update(bridge.parents)
+        left = [unit for unit in left if unit not in used]
+    for change in chosen:
+        if not change.left:
+            change.note_devices(units)
     return Match(tuple(kept), tuple(chosen), tuple(free_places), tuple(left))
 
 
-def _candidates(units: list[Unit], places: list[Place], layout: Layout) -> list[InPlace]:
+def _candidates(units: Held, left: list[int], places: list[Place], layout: Layout) -> list[InPlace]:
     """List every Split, growth and Merge between these units and places."""
-    holder = {d: i for i, unit in enumerate(units) for d in unit.devices}
-    taker = {d: i for i, place in enumerate(places) for d in place}
+    taker: dict[Device, int] = {}
+    starts = {place[0]: place for place in places}
     found: list[InPlace] = []
-    if holder.keys().isdisjoint(taker):
+    inside: set[int] = set()
+    touched: set[int] = set()
+    for unit in left:
+        own = units.places[unit]
+        into = _cut_in_order(own, starts)
+        if into:
+            found.append(InPlace((unit,), into, layout, True, None, own, own))
+        else:
+            taker = taker or {d: i for i, place in enumerate(places) for d in place}
+            shared = _counted(own, taker)
+            touched.update(shared)
+            cut = [i for i, n in shared.items() if n == len(places[i])]
+            inside.update(cut)
+            if cut:
+                found.append(InPlace((unit,), tuple([places[i] for i in cut]), layout, True))
+    if touched <= inside:  # a place inside one unit is that one's alone
         return found
-    for unit in units:
-        shared = _counted(unit.devices, taker)
-        inside = [places[i] for i, n in shared.items() if n == len(places[i])]
-        if inside:
-            found.append(InPlace((unit,), tuple(inside), layout, True))
-    for place in places:
+    holder = {d: unit for unit in left for d in units.places[unit]}
+    for i in sorted(touched - inside):
+        place = places[i]
         shared = _counted(place, holder)
-        touching = [units[i] for i in shared]
+        touching = list(shared)
         covered = len(touching) > 1 and sum(shared.values()) == len(place)
-        if covered and len({u.layout for u in touching}) == 1:
+        if covered and len({units.layouts[unit] for unit in touching}) == 1:
             found.append(InPlace(tuple(touching), (place,), layout, False))
         found += [
-            InPlace((units[i],), (place,), layout, False)
-            for i, n in shared.items()
-            if n == len(units[i].devices) < len(place)
+            InPlace((unit,), (place,), layout, False)
+            for unit, n in shared.items()
+            if n == len(units.places[unit]) < len(place)
         ]
     return found
+
+
+def _cut_in_order(devices: Place, starts: Mapping[Device, Place]) -> tuple[Place, ...]:
+    """Return the places that devices consist of, one after another; () where they do not.
+
+    So it is with most changes of layout, and it takes a look at each place, not at each device.
+    """
+    found: list[Place] = []
+    at, end = 0, len(devices)
+    while at < end:
+        place = starts.get(devices[at])
+        if place is None:
+            return ()
+        start, at = at, at + len(place)
+        if devices[start:at] != place:
+            return ()
+        found.append(place)
+    return tuple(found)
 
 
 def _counted(devices: Place, owner: Mapping[Device, int]) -> dict[int, int]:
@@ -135,25 +147,27 @@ def _counted(devices: Place, owner: Mapping[Device, int]) -> dict[int, int]:
 
 
 def _compete(candidates: list[InPlace]) -> bool:
-    """Whether two want one unit or place; all are of one list, so that identity tells."""
-    parents = [id(u) for c in candidates for u in c.parents]
+    """Whether two want one unit or place; places are of one list, so that identity tells."""
+    if all(c.is_split for c in candidates):
+        return False  # each of another unit, which holds its places alone
+    parents = [unit for c in candidates for unit in c.parents]
     places = [id(p) for c in candidates for p in c.places]
     return len(parents) > len(set(parents)) or len(places) > len(set(places))
 
 
-def _packed(model: ModelSpec, candidates: list[InPlace]) -> list[InPlace]:
+def _packed(model: ModelSpec, units: Held, candidates: list[InPlace]) -> list[InPlace]:
     """Choose candidates that share no unit and no place and keep most, each for places left."""
     chosen: list[InPlace] = []
     for group in _rivals(candidates):
-        group.sort(key=lambda c: -_kept_elements(model, c))
+        group.sort(key=lambda c: -_kept_elements(model, units, c))
         if len(group) <= _EXACT:
-            chosen += _best(model, group, frozenset())[1]
+            chosen += _best(model, units, group, frozenset())[1]
         else:
             taken: frozenset[object] = frozenset()
             for candidate in group:
                 if cut := _cut(candidate, taken):
                     chosen.append(cut)
-                    taken |= {*(u.id for u in cut.parents), *cut.places}
+                    taken |= {*cut.parents, *cut.places}
     return chosen
 
 
@@ -161,7 +175,7 @@ def _rivals(candidates: list[InPlace]) -> list[list[InPlace]]:
     """Group candidates that compete, directly or through others; in order of the first of each."""
     groups: list[tuple[set[object], list[InPlace]]] = []
     for candidate in candidates:
-        wants: set[object] = {*(u.id for u in candidate.parents), *candidate.places}
+        wants: set[object] = {*candidate.parents, *candidate.places}
         members = [candidate]
         apart = []
         for group in groups:
@@ -175,44 +189,44 @@ def _rivals(candidates: list[InPlace]) -> list[list[InPlace]]:
 
 
 def _best(
-    model: ModelSpec, group: list[InPlace], taken: frozenset[object]
+    model: ModelSpec, units: Held, group: list[InPlace], taken: frozenset[object]
 ) -> tuple[int, list[InPlace]]:
     """Return the most elements that a choice keeps, and the choice; the first of equal ones."""
     if not group:
         return 0, []
-    without = _best(model, group[1:], taken)
+    without = _best(model, units, group[1:], taken)
     cut = _cut(group[0], taken)
     if cut is None:
         return without
-    kept, rest = _best(model, group[1:], taken | {*(u.id for u in cut.parents), *cut.places})
-    kept += _kept_elements(model, cut)
+    kept, rest = _best(model, units, group[1:], taken | {*cut.parents, *cut.places})
+    kept += _kept_elements(model, units, cut)
     return (kept, [cut, *rest]) if kept >= without[0] else without
 
 
 def _cut(candidate: InPlace, taken: frozenset[object]) -> InPlace | None:
     """Leave out places that are taken; None when its units are, or nothing is left."""
     places = tuple(p for p in candidate.places if p not in taken)
-    if not places or any(u.id in taken for u in candidate.parents):
+    if not places or any(unit in taken for unit in candidate.parents):
         return None
     return InPlace(candidate.parents, places, candidate.layout, candidate.is_split)
 
 
 def _bridges(
-    model: ModelSpec, units: list[Unit], places: list[Place], layout: Layout
+    model: ModelSpec, units: Held, left: list[int], places: list[Place], layout: Layout
 ) -> list[InPlace]:
     """List the bridges that move less than a unit built anew, those that save most first."""
-    holder = {d: unit for unit in units for d in unit.devices}
+    holder = {d: unit for unit in left for d in units.places[unit]}
     found: list[tuple[int, InPlace]] = []
     for place in places:
         touching = list(dict.fromkeys(holder[d] for d in place if d in holder))
         if not touching:
             continue
         anew = _moved(model, {}, place, layout)
-        groups: list[tuple[Unit, ...]] = [(u,) for u in touching]
-        if len(touching) > 1 and len({u.layout for u in touching}) == 1:
+        groups: list[tuple[int, ...]] = [(unit,) for unit in touching]
+        if len(touching) > 1 and len({units.layouts[u] for u in touching}) == 1:
             groups.append(tuple(touching))
         for parents in groups:
-            held = _shards(parents)
+            held = _shards(units, parents)
             part = tuple(d for d in place if d in held)
             for between in layouts(model, len(part), "divisors"):
                 if between.num_devices != len(part) or len(part) == len(place):
@@ -229,8 +243,12 @@ Shards = dict[Device, tuple[Layout, int]]
 """Layout and local rank that a device holds."""
 
 
-def _shards(units: tuple[Unit, ...]) -> Shards:
-    return {d: (u.layout, rank) for u in units for rank, d in enumerate(u.devices)}
+def _shards(units: Held, which: tuple[int, ...]) -> Shards:
+    return {
+        device: (units.layouts[unit], rank)
+        for unit in which
+        for rank, device in enumerate(units.places[unit])
+    }
 
 
 def _moved(model: ModelSpec, held: Shards, place: Place, layout: Layout) -> int:
@@ -244,9 +262,9 @@ def _moved(model: ModelSpec, held: Shards, place: Place, layout: Layout) -> int:
     return total
 
 
-def _kept_elements(model: ModelSpec, candidate: InPlace) -> int:
+def _kept_elements(model: ModelSpec, units: Held, candidate: InPlace) -> int:
     """Elements per slot that the new units need and their devices hold already."""
-    held = _shards(candidate.parents)
+    held = _shards(units, candidate.parents)
     return sum(
         shared_elements(model, held[device], (candidate.layout, rank))
         for place in candidate.places

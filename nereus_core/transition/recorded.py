@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from nereus_core.adapter import Fingerprint
 from nereus_core.errors import NereusError
-from nereus_core.primitives import Destroy, Extend, Kind, Merge, Split, kind_of
-from nereus_core.transition.graph import Edge, TransitionGraph
+from nereus_core.primitives import Destroy, Extend, Kind, Merge, Primitive, Split, kind_of
+from nereus_core.transition.graph import Edge, Listed, TransitionGraph
 from nereus_core.transition.verify import Baseline
 from nereus_core.units import Unit, UnitMap
 from nereus_core.workload import ModelStage
@@ -49,15 +49,17 @@ def graph_from_json(value: Mapping[str, Any]) -> TransitionGraph:
         return TransitionGraph(
             value["name"],
             units_from_json(value["units_before"]),
-            tuple(
-                _OPS[Kind(op["kind"])].validate_python({k: v for k, v in op.items() if k != "kind"})
-                for op in value["ops"]
-            ),
-            _EDGES.validate_python(value["edges"]),
+            Listed(tuple(map(_op, value["ops"])), _EDGES.validate_python(value["edges"])),
             units_from_json(value["parked_before"]),
         )
 
     return _read("transition graph", read)
+
+
+def _op(value: Mapping[str, Any]) -> Primitive:
+    fields = {name: field for name, field in value.items() if name != "kind"}
+    found: Primitive = _OPS[Kind(value["kind"])].validate_python(fields)
+    return found
 
 
 def units_to_json(units: Iterable[Unit]) -> list[Json]:

@@ -7,8 +7,9 @@ ones; where that is too much, they are staged in host memory and the old ones go
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 
 from nereus_core.cluster import Device
 from nereus_core.cost.transition import shared_elements
@@ -16,7 +17,8 @@ from nereus_core.errors import Infeasible
 from nereus_core.layout import Layout
 from nereus_core.model import ModelSpec
 from nereus_core.transition.draft import Node
-from nereus_core.units import Unit, UnitId
+from nereus_core.transition.roster import Roster
+from nereus_core.units import Unit
 from nereus_core.workload import Job
 
 
@@ -38,12 +40,12 @@ def unit_bytes(job: Job, unit: Unit) -> dict[Device, int]:
 class Room:
     """What is left on every device."""
 
-    def __init__(self, job: Job, alive: Iterable[Unit]) -> None:
-        self._job = job
+    def __init__(self, job: Job, roster: Roster, alive: Iterable[Iterable[int]]) -> None:
+        self._job, self._roster = job, roster
         self._capacity = job.cluster.device_spec.memory_bytes
         self._held: dict[Device, int] = {}
-        self._sizes: dict[UnitId, dict[Device, int]] = {}
-        for unit in alive:
+        self._sizes: dict[int, dict[Device, int]] = {}
+        for unit in chain.from_iterable(alive):
             self._add(unit, 1)
 
     def blocked(self, node: Node) -> Device | None:
@@ -69,7 +71,7 @@ class Room:
 
     def left(self, node: Node) -> int:
         """Bytes left on the fullest device that a primitive makes a shard on."""
-        devices = (d for unit in node.made for d in unit.devices)
+        devices = (d for unit in node.made for d in self._roster.places[unit])
         return self._capacity - max(self._held.get(d, 0) for d in devices)
 
     def take(self, node: Node) -> None:
@@ -81,7 +83,7 @@ class Room:
 
     def copy(self) -> Room:
         """Return another room that starts as this one is."""
-        other = Room(self._job, ())
+        other = Room(self._job, self._roster, ())
         other._held, other._sizes = dict(self._held), self._sizes
         return other
 
@@ -100,37 +102,37 @@ class Room:
         """Say that a unit does not fit on a device."""
         need = max(self._size(unit).get(device, 0) for unit in node.made)
         held = self._held.get(device, 0)
-        made = ", ".join(map(str, node.made))
+        made = ", ".join(str(self._roster.unit(unit)) for unit in node.made)
         return Infeasible(
             f"{what} {made} puts {need / 2**30:.2f} GiB on {device} beside {held / 2**30:.2f} GiB; "
             f"it has {self._capacity / 2**30:.2f} GiB. Choose a plan that leaves more room there."
         )
 
-    def _size(self, unit: Unit) -> dict[Device, int]:
-        found = self._sizes.get(unit.id)
+    def _size(self, unit: int) -> dict[Device, int]:
+        found = self._sizes.get(unit)
         if found is None:
-            found = self._sizes[unit.id] = unit_bytes(self._job, unit)
+            found = self._sizes[unit] = unit_bytes(self._job, self._roster.unit(unit))
         return found
 
-    def _add(self, unit: Unit, sign: int) -> None:
+    def _add(self, unit: int, sign: int) -> None:
         for device, size in self._size(unit).items():
             self._held[device] = self._held.get(device, 0) + sign * size
 
 
-def is_ample(job: Job, alive: Iterable[Unit], nodes: Iterable[Node]) -> bool:
+def is_ample(
+    job: Job, before: Sequence[Iterable[Layout]], made: Sequence[Iterable[Layout]]
+) -> bool:
     """Whether all that is there before and all that is made fit together on any one device.
 
     Every stage is charged with its fullest shard of any layout, before and after: no order of the
     primitives can come near the capacity then, and none has to be followed device by device.
+    Layouts are given by stage.
     """
-    before = {(u.id.model_stage, u.layout) for u in alive}
-    made = {(u.id.model_stage, u.layout) for n in nodes for u in n.made}
     total = 0
-    for layouts in (before, made):
-        fullest: dict[object, int] = {}
-        for stage, layout in layouts:
-            each = job.precision.kept_bytes(stage.stage)
-            size = each * max(rank_elements(job.model(stage), layout))
-            fullest[stage] = max(fullest.get(stage, 0), size)
-        total += sum(fullest.values())
+    for stage, *both in zip(job.workload.stages, before, made, strict=True):
+        each, model = job.precision.kept_bytes(stage.stage), job.model(stage)
+        for layouts in both:
+            alike = {id(layout): layout for layout in layouts}  # quicker than to hash hundreds
+            fullest = (max(rank_elements(model, layout)) for layout in alike.values())
+            total += each * max(fullest, default=0)
     return total <= job.cluster.device_spec.memory_bytes

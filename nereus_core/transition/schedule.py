@@ -11,10 +11,11 @@ import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from nereus_core.cost.transition import primitive_work
 from nereus_core.primitives import Kind, OpId
-from nereus_core.transition.draft import Draft, Node
+from nereus_core.transition.draft import Draft
 from nereus_core.transition.room import Room
 from nereus_core.units import UnitMap
 from nereus_core.workload import Job
@@ -32,7 +33,11 @@ _NEAR = 1.005
 
 
 def soonest(
-    draft: Draft, sequence: list[int], alive: UnitMap, job: Job, room: Room | None
+    draft: Draft,
+    sequence: list[int],
+    standing: Sequence[range],
+    job: Job,
+    room: Room | None,
 ) -> list[int]:
     """Return the order of starts in the best schedule found, never worse than the order given.
 
@@ -41,9 +46,9 @@ def soonest(
     nodes = draft.nodes
     if not 2 < len(nodes) <= _MOST:
         return sequence
-    seconds = _seconds(nodes, alive, job)
-    masks = [draft.touches(node) for node in nodes]
-    waits = _with_surplus_last(nodes, sequence)
+    seconds = _seconds(draft, standing, job)
+    masks = draft.touches()
+    waits = _with_surplus_last(draft, sequence)
 
     def fresh() -> Callable[[int], bool]:
         if room is None:
@@ -54,17 +59,17 @@ def soonest(
     return _search(sequence, waits, masks, seconds, fresh)
 
 
-def _with_surplus_last(nodes: Sequence[Node], sequence: list[int]) -> list[tuple[int, ...]]:
+def _with_surplus_last(draft: Draft, sequence: list[int]) -> list[tuple[int, ...]]:
     """What each primitive waits for; a Destroy that nothing awaits, for its stage to stand too.
 
     A surplus unit is a copy of the stage's state: it goes when the others are what they shall be,
     unless the order given lets it go before, to make room.
     """
-    awaited = {first for node in nodes for first in node.waits}
-    found = [tuple(node.waits) for node in nodes]
+    awaited = {first for waits in draft.waits.values() for first in waits}
+    found = [tuple(draft.waits.get(i, ())) for i in range(len(draft.nodes))]
     before: defaultdict[int, list[int]] = defaultdict(list)
     for i in sequence:
-        node = nodes[i]
+        node = draft.nodes[i]
         if node.kind is not Kind.DESTROY:
             before[node.stage].append(i)
         elif i not in awaited:
@@ -203,27 +208,30 @@ def _appended(
     return max(finish), order
 
 
-def _seconds(nodes: Sequence[Node], alive: UnitMap, job: Job) -> list[float]:
+def _seconds(draft: Draft, standing: Sequence[range], job: Job) -> list[float]:
     """Ideal seconds of every primitive; computed once for those alike."""
     known: dict[object, float] = {}
-    parked = {u.id for node in nodes if node.park for u in node.ended}
-    made = {u.id for node in nodes for u in node.made}
-    read = {u.id for node in nodes for u in node.reads}
-    parked |= {u for u in read if u not in alive and u not in made}  # by an earlier transition
+    roster = draft.roster
+    parked = {unit for node in draft.nodes if node.park for unit in node.ended}
+    alive = set(chain.from_iterable(standing))
+    read = {unit for node in draft.nodes for unit in node.reads}
+    parked |= {u for u in read - alive if draft.maker[u] is None}  # by an earlier transition
     found = []
-    for node in nodes:
+    for i, node in enumerate(draft.nodes):
+        named = dict.fromkeys((*node.ended, *node.made, *node.reads))
         key = (
             node.kind,
             node.stage,
             node.park,
-            tuple(u.layout for u in node.ended),
-            tuple(u.layout for u in node.made),
-            tuple((u.layout, u.id in parked) for u in node.reads),
-            len({d.node for u in (*node.ended, *node.made, *node.reads) for d in u.devices}) > 1,
+            tuple(roster.layouts[unit] for unit in node.ended),
+            tuple(roster.layouts[unit] for unit in node.made),
+            tuple((roster.layouts[unit], unit in parked) for unit in node.reads),
+            len({d.node for unit in named for d in roster.places[unit]}) > 1,
         )
         if node.kind in ("split", "merge") or key not in known:
-            units = UnitMap({u.id: u for u in (*node.ended, *node.made, *node.reads)}.values())
-            known[key] = float(primitive_work(job, node.named(OpId("")), units, parked).sum())
+            units = UnitMap(map(roster.unit, named))
+            away = {roster.id(unit) for unit in named if unit in parked}
+            known[key] = float(primitive_work(job, draft.primitive(i, OpId("")), units, away).sum())
         found.append(known[key])
     return found
 

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from nereus_core.errors import WaitTimeout
+from nereus_plugins.deadline import deadline
+
+ALARM_S = 5.0
+"""From Ray's own timeout to the alarm, which is for waits that are not Ray's. Chosen."""
 
 
 @contextmanager
@@ -25,11 +29,12 @@ def ray_waits(awaited: str, timeout_s: float) -> Iterator[None]:
 
     def get(refs: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         left_s = max(0.0, end_s - time.monotonic())
-        allowed_s = left_s if timeout is None else min(timeout, left_s)
+        own_s = left_s if timeout is None else min(timeout, left_s)
         try:
-            return once(refs, *args, timeout=allowed_s, **kwargs)
+            return once(refs, *args, timeout=own_s, **kwargs)
         except ray.exceptions.GetTimeoutError as error:
-            if time.monotonic() < end_s:  # the caller's own timeout
+            # By whose limit, not by the clock: Ray counts whole milliseconds, and ends early.
+            if own_s < left_s:
                 raise
             raise WaitTimeout(awaited, timeout_s) from error
 
@@ -38,3 +43,10 @@ def ray_waits(awaited: str, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         ray.get = once
+
+
+@contextmanager
+def limited(awaited: str, timeout_s: float) -> Iterator[None]:
+    """Raise WaitTimeout, naming what was awaited, whatever it is that a block waits for."""
+    with ray_waits(awaited, timeout_s), deadline(awaited, timeout_s + ALARM_S):
+        yield

@@ -17,7 +17,7 @@ from nereus_core.attach import attached
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
-from nereus_core.errors import NoFeasiblePlan, StateLost
+from nereus_core.errors import NoFeasiblePlan
 from nereus_core.events import EventLog
 from nereus_core.observation import TokenStats
 from nereus_core.plan import Plan
@@ -36,8 +36,8 @@ class Session:
     controller: Controller
     figures: Figures
     _opened: ExitStack
-    explain: Callable[[StateLost], StateLost] = lambda lost: lost
-    """Adds to an error what is known of the framework's own checkpoints."""
+    explain: Callable[[Exception], Exception] = lambda error: error
+    """Returns an error with what the framework's plugin knows of its cause and its checkpoints."""
     spell: Callable[[Plan, Plan], str | None] = lambda current, wanted: None
     """Says in the framework's own words how to start it on the second plan instead of the first."""
     _amid_s: float = 0.0
@@ -118,10 +118,10 @@ class Session:
                 self._said.add(str(error))
                 say(f"[nereus] {error} The job goes on as it is.")
         except Exception as error:
-            told = self.explain(error) if isinstance(error, StateLost) else error
+            told = self.explain(error)
             self._end(f"failed: {type(told).__name__}: {told}")
             if self.adapts:
-                raise told from error.__cause__
+                raise told from (error.__cause__ if told is error else error)
             say(refusal(self.framework, told))
             return False
         return True

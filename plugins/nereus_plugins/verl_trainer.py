@@ -21,14 +21,11 @@ from nereus_core.plan import Plan
 from nereus_core.registry import Registry
 from nereus_plugins import hookspecs
 from nereus_plugins.banner import refusal, say
-from nereus_plugins.deadline import deadline
-from nereus_plugins.ray_waits import ray_waits
+from nereus_plugins.ray_waits import limited
 from nereus_plugins.session import Session, open_session
 from nereus_plugins.settings import settings_of
 
 FRAMEWORK = "verl"
-ALARM_S = 5.0
-"""Chosen, not measured."""
 
 
 def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
@@ -102,9 +99,7 @@ def built(trainer: Any, config: Any, *args: Any, **kwargs: Any) -> object:
             if self._nereus is None or not self._nereus.adapts:
                 yield
                 return
-            awaited = f"{awaited} {self.global_steps}"
-            # The alarm comes after Ray's own timeout: it is for waits that are not Ray's.
-            with ray_waits(awaited, timeout_s), deadline(awaited, timeout_s + ALARM_S):
+            with limited(f"{awaited} {self.global_steps}", timeout_s):
                 yield
 
         def _compute_metrics(self, batch: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:

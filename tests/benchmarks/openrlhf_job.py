@@ -192,13 +192,14 @@ def memory(folder: Path) -> dict[str, Any]:
     """Run a job under a limit of memory twice: by OpenRLHF alone, and with Nereus.
 
     The kernel counts allocators and buffers too, so that its limit is measured first: it lies in
-    the middle between what a rank of [2, tp1] takes for the longest responses that shall fit, and
-    for those that shall not.
+    the middle between what a rank of [2, tp1] takes until the longest responses that shall fit, and
+    until those that shall not, by the same steps: what allocators keep of them counts too.
     """
     from openrlhf_job import make_assets
 
     assets = make_assets(folder / "assets", prompts=PROMPTS * len(MEMORY_LENGTHS), **MEMORY_MODEL)
-    fits, more = (_taken(assets, folder / str(n), (32, n)) for n in (FITS, TOO_LONG))
+    until = {n: MEMORY_LENGTHS[: MEMORY_LENGTHS.index(n) + 1] for n in (FITS, TOO_LONG)}
+    fits, more = (_taken(assets, folder / str(n), steps) for n, steps in until.items())
     found: dict[str, Any] = {
         "response_tokens": MEMORY_LENGTHS,
         "bytes_taken": {FITS: fits, TOO_LONG: more},

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nereus_core.admission import POLICIES, History, admit, explain_event
@@ -216,6 +216,7 @@ widths = st.floats(0, 0.5)
     savings, widths, st.floats(0, 50), st.floats(0, 300), st.integers(0, 5), st.integers(0, 20),
     st.floats(0, 1), st.floats(0, 100), st.floats(0, 100),
 )  # fmt: skip
+@example("payback", 0.0, 0.5, 0.0, 0, 0, 0, 0.0, 1.0, 0.0)  # nothing saved repays nothing
 def test_admission_is_monotone(
     name, saving, width, cost_s, steps, since, transitions, more_s, more_steps, more_cost_s
 ):

@@ -182,3 +182,14 @@ def test_lengths_are_read_from_an_observation_and_from_a_job():
 def test_an_interval_refuses_bounds_out_of_order():
     with pytest.raises(ValueError, match="out of order"):
         Interval(1.0, 2.0, 3.0)
+
+
+def test_looks_at_one_job_share_a_model_and_another_job_has_its_own():
+    job = job_of(ppo(), one_node())
+    fewer = job.on(job.cluster.without(job.cluster.devices[4:]))
+    cost = CostModel(job)
+    assert cost.on(fewer) is cost.on(fewer)
+    assert cost.on(fewer).job is fewer
+    other = cost.on(job)
+    assert other.job is job
+    assert other.step(colocated(job), LENGTHS) == cost.step(colocated(job), LENGTHS)

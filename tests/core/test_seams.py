@@ -21,8 +21,16 @@ class Base:
 
 class Trainer(Base):
     size = 3
-    def __init__(self, config, tokenizer): ...
+    def __init__(self, config, tokenizer):
+        self.config, self.seed = config, 1
+        self.tokenizer: object = tokenizer
+        config.other = 1
     async def step(self, rollout, /, global_step, *, extra=None): ...
+
+def decorated(cls):
+    class Remote(cls):
+        def call(self, function, *args): ...
+    return Remote
 """,
     "bare/deep/tool.py": "def hold(hand): ...\n",
     "inner/__init__.py": "from ..trainer import helper\nfrom .loops import *\n",
@@ -49,6 +57,9 @@ def framework(tmp_path, monkeypatch):
         ("seamless.trainer", "Trainer.step", ("rollout", "extra")),
         ("seamless.trainer", "Trainer.size", None),
         ("seamless.trainer", "Trainer.inherited", ("batch",)),
+        ("seamless.trainer", "Trainer.seed", None),
+        ("seamless.trainer", "Trainer.tokenizer", None),
+        ("seamless.trainer", "decorated.Remote.call", ("self", "function")),
         ("seamless.trainer", "helper", ("a", "key")),
         ("seamless.trainer", "REGISTRY", None),
         ("seamless", "T.step", ("global_step",)),
@@ -68,7 +79,10 @@ def test_a_seam_that_holds(module, qualname, parameters):
         ("seamless.trainer", "Trainer.step", ("batch",),
          r"found Trainer.step\(self, rollout, global_step, extra\)"),
         ("seamless.trainer", "Trainer.step", ("global_step", "rollout"), "found Trainer.step"),
-        ("seamless.trainer", "helper.x", None, "helper is not a class"),
+        ("seamless.trainer", "Trainer.other", None, "class Trainer has no other"),
+        ("seamless.trainer", "helper.x", None, "function helper has no x"),
+        ("seamless.trainer", "decorated.Remote.run", None, "class Remote has no run"),
+        ("seamless.trainer", "REGISTRY.x", None, "REGISTRY is neither a class nor a function"),
         ("seamless.trainer", "REGISTRY", ("a",), "REGISTRY is not a function"),
         ("seamless.trainer", "Base", ("a",), "class Base has no __init__ of its own"),
         ("seamless.absent", "x", None, "no source of module seamless.absent is installed"),

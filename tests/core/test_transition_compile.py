@@ -1,5 +1,8 @@
 """What the compiler writes for the changes people ask for."""
 
+import pickle
+from copy import deepcopy
+
 import pytest
 from memory_adapter import units_of
 from plans import tiny_job
@@ -8,7 +11,14 @@ from nereus_core.errors import CycleError, PlanError, StateLost
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, Kind, Merge, OpId, Split, kind_of
-from nereus_core.transition import Edge, EdgeKind, TransitionGraph, compile_transition
+from nereus_core.transition import (
+    Edge,
+    EdgeKind,
+    Listed,
+    TransitionGraph,
+    compile_transition,
+    resources,
+)
 from nereus_core.units import UnitId, UnitMap
 from nereus_core.workload import ACTOR_GENERATE, ACTOR_TRAIN, REF_INFER, Stage, ppo
 
@@ -165,6 +175,14 @@ def test_a_parked_unit_of_a_failed_transition_is_a_source():
     assert op.unit.id.serial == 9
 
 
+def test_a_new_unit_has_no_parked_units_name():
+    units = units_of(plan())
+    parked = UnitMap(units.of(REF_INFER))
+    left = UnitMap(u for u in units.values() if u.model_stage != REF_INFER)
+    (op,) = compile_transition(left, plan(), JOB, prefix="t", parked=parked).ops
+    assert op.unit.id == UnitId(REF_INFER, 1)
+
+
 def test_forbidden_splits_and_merges_become_extends_and_destroys():
     forbidden = {(kind, Stage.GENERATE) for kind in (Kind.SPLIT, Kind.MERGE)}
     found = graph(
@@ -214,7 +232,61 @@ def test_a_cycle_is_spelled_out():
         Edge(OpId(x), OpId(y), EdgeKind.ORDER, "by hand") for x, y in (("a", "b"), ("b", "a"))
     )
     with pytest.raises(CycleError, match=r"a -> b -> a|b -> a -> b"):
-        TransitionGraph("t", units_of(plan()), ops, edges)
+        TransitionGraph("t", units_of(plan()), Listed(ops, edges))
+
+
+def test_a_graph_is_in_order_before_anything_of_it_is_read():
+    found = graph(plan(), plan(train=place((2, 1), 0, 1), generate=place((1, 1), 2, 6, 7)))
+    assert list(found.steps.pairs()) == [(0, 1)]
+    assert [(e.before, e.after) for e in found.edges] == [("t/0", "t/1")]
+    assert found.ops is found.ops  # values are made once
+    assert found == TransitionGraph("t", found.units_before, Listed(found.ops, found.edges))
+
+
+def test_an_order_that_breaks_an_edge_is_no_graph(monkeypatch):
+    changes = {"train": place((2, 1), 0, 1), "generate": place((1, 1), 2, 6, 7)}
+    monkeypatch.setattr(resources, "soonest", lambda draft, found, *rest: found[::-1])
+    with pytest.raises(IndexError):
+        graph(plan(), plan(**changes))
+
+
+def test_a_graph_is_equal_whichever_way_it_was_read_or_copied():
+    def made():
+        after = plan(train=place((2, 1), 0, 1), generate=place((1, 1), 2, 6, 7))
+        return graph(plan(), after)
+
+    unread, read = pickle.loads(pickle.dumps(made())), made()
+    assert read.edges  # before the primitives
+    assert unread == deepcopy(read) == read
+    assert hash(unread) == hash(read)
+    assert read != "t"
+    assert "object at" not in repr(read)
+
+
+def test_units_in_lists_of_colocated_stages_are_told_apart():
+    """Stages that lie and go alike are matched once; each has its own units all the same."""
+    alike = place((2, 1), 4, 5)
+    halves = place((1, 1), 4, 5)
+    found = graph(plan(ref=alike, generate=alike), plan(ref=halves, generate=halves))
+    assert kinds(found) == ["split", "split"]
+    assert [str(op.parent) for op in found.ops] == ["actor/generate#0", "ref/infer#0"]
+    assert [str(u.id) for op in found.ops for u in op.into] == [
+        *("actor/generate#1", "actor/generate#2"),
+        *("ref/infer#1", "ref/infer#2"),
+    ]
+
+
+@pytest.mark.parametrize("order", [(4, 5, 6, 7), (6, 7, 4, 5), (4, 6, 5, 7), (7, 6, 5, 4)])
+def test_a_unit_is_cut_into_places_in_whatever_order_its_devices_are(order):
+    before = plan(train=place((4, 1), *order), ref=place((1, 1), 0), generate=place((1, 1), 1))
+    after = plan(train=place((2, 1), 4, 5, 6, 7), ref=place((1, 1), 0), generate=place((1, 1), 1))
+    (op,) = graph(before, after).ops
+    assert isinstance(op, Split)
+    first = order[0] // 2 * 2
+    assert [u.devices for u in op.into] == [
+        (D[first], D[first + 1]),
+        *[(D[i], D[i + 1]) for i in (4, 6) if i != first],
+    ]
 
 
 def test_explain_names_every_primitive_and_what_it_waits_for():

@@ -22,6 +22,7 @@ from nereus_core.phases import Phase
 from nereus_core.plan import Placement, Plan
 from nereus_core.primitives import Destroy, Extend, OpId, Split, created
 from nereus_core.transition import (
+    Listed,
     TransitionGraph,
     chrome_trace,
     compile_transition,
@@ -121,7 +122,7 @@ def test_ready_primitives_that_share_a_device_take_turns():
         )
         for i in range(4)
     ]
-    trial.graph = TransitionGraph("bare", trial.before, tuple(extends), ())
+    trial.graph = TransitionGraph("bare", trial.before, Listed(tuple(extends), ()))
     assert len(trial.go().receipts) == 4
     assert trial.adapter.most_at_once == 1
 

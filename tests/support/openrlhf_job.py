@@ -174,6 +174,7 @@ def make_assets(
         sums,
         trainers.BpeTrainer(
             vocab_size=510,
+            show_progress=False,  # it would go to where a benchmark writes its figures
             special_tokens=["<|pad|>", "<|eos|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),

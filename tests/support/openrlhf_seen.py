@@ -27,6 +27,7 @@ def adapt(
     leave=None,
     node=None,
     admission="never",
+    step_s=3600,
     gpus=None,
     max_devices=None,
     **changes,
@@ -38,7 +39,7 @@ def adapt(
     gpus = gpus or (2 if node else 8)
     words = ["--nereus.enable", "--nereus.mode=adapt", f"--nereus.policy.admission={admission}",
              f"--nereus.run_dir={folder / 'run'}", f"--nereus.backend.call_s={call_s}",
-             "--nereus.backend.start_s=240"]  # fmt: skip
+             "--nereus.backend.start_s=240", f"--nereus.timeouts.step_s={step_s}"]  # fmt: skip
     if max_devices:
         words.append(f"--nereus.backend.max_devices={max_devices}")
     seen = folder / "seen.jsonl"
@@ -58,7 +59,7 @@ def adapt(
         cluster = {"gpus": gpus, "code": code}
     ran = openrlhf_job.run(words, folder, more=more, timeout_s=timeout_s, **cluster)
     assert (ran.code == 0) == (ends == "done"), ran.output[-6000:]
-    found = [json.loads(line) for line in seen.read_text().splitlines()]
+    found = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
     assert [one["step"] for one in found] == [
         int(step) for step in {**force, **(leave or {}), **(node or {})}
     ]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nereus_adapters.openrlhf.seams import SEAMS
+from nereus_adapters.openrlhf.seams_below import SEAMS_BELOW
 from nereus_core.capabilities import Capabilities, Feature, Support, full, unsupported
 from nereus_core.declaration import AdapterDeclaration, KnownFailure
 from nereus_core.errors import WrongHandle
@@ -88,7 +89,7 @@ def nereus_declare_adapter() -> AdapterDeclaration:
         CAPABILITIES,
         requirement="openrlhf>=0.11,<0.12",
         install="pip install 'nereus[openrlhf]'",
-        seams=SEAMS,
+        seams=(*SEAMS, *SEAMS_BELOW),
         tiers=("real",),
         known_failures=KNOWN_FAILURES,
     )

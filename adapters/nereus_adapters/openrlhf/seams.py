@@ -1,4 +1,7 @@
-"""The names of OpenRLHF that the adapter stands on; checked by ``ast`` before Ray starts."""
+"""The names of OpenRLHF that the adapter stands on; checked by ``ast`` before Ray starts.
+
+Those of Ray, DeepSpeed and vLLM are in `seams_below.py`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,50 @@ SEAMS = (
     Seam(_TRAINER, "BasePPOTrainer.broadcast_to_vllm", ("self",)),
     Seam(_ASYNC, "VLLMLock.acquire", ("self",)),
     Seam(_ASYNC, "VLLMLock.release", ("self",)),
+    # An asynchronous job's end is heard of where its generator and its trainer are waited for.
+    Seam(_ASYNC, "PPOTrainerAsync.fit", ("self",)),
+    Seam(_ASYNC, "PPOTrainerAsync.trainer_actor"),
+    Seam(_ASYNC, "TrainingActor.vllm_lock"),
+    Seam(_ASYNC, "TrainingActor.rollout_queue"),
+    Seam(_ASYNC, "TrainingActor.rollout_slots"),
     # What is read: groups of ranks, engines and where they are.
+    *(
+        Seam(_TRAINER, f"BasePPOTrainer.{name}")
+        for name in (
+            "args",
+            "strategy",
+            "vllm_engines",
+            "experience_maker",
+            "actor_model_group",
+            "critic_model_group",
+            "reference_model_group",
+            "reward_model_group",
+        )
+    ),
+    Seam(_TRAINER, "PPOTrainer.samples_generator"),
+    Seam("openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator.vllm_engines"),
+    Seam(_LAUNCHER, "RayActorGroup._actor_handlers"),
+    Seam(_LAUNCHER, "RayActorGroup.ray_actor_type"),
+    Seam(_LAUNCHER, "RayActorGroup.duplicate_actors"),
+    # What is written, so that a group or a rank takes another place.
+    *(
+        Seam(_LAUNCHER, name, to_change=True)
+        for name in (
+            "RayActorGroup._num_nodes",
+            "RayActorGroup._num_gpus_per_node",
+            "BaseDistributedActor._rank",
+            "BaseDistributedActor._world_size",
+            "BaseDistributedActor._master_addr",
+            "BaseDistributedActor._master_port",
+        )
+    ),
+    Seam("openrlhf.utils.deepspeed", "DeepspeedStrategy.ds_device_mesh", to_change=True),
+    Seam("openrlhf.utils.deepspeed", "DeepspeedStrategy.ds_tensor_parallel_size", to_change=True),
+    Seam(_ACTOR, "ActorPPOTrainer.vllm_engines", to_change=True),
+    Seam(_ENGINE, "RolloutRayActor.llm"),
+    Seam(_ACTOR, "ActorPPOTrainer.use_cuda_ipc"),
+    Seam(_ACTOR, "PolicyModelActor.max_steps"),
+    Seam(_ACTOR, "PolicyModelActor.trainer"),
     Seam(_LAUNCHER, "RayActorGroup.async_run_method", ("self", "method_name")),
     Seam(_LAUNCHER, "RayActorGroup.async_run_method_batch", ("self", "method_name")),
     # What the driver makes of its arguments; the conformance harness stands in for the driver.

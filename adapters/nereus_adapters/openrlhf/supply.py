@@ -76,14 +76,9 @@ class Supply:
         Source: ray._private.state.GlobalState.get_draining_nodes, ray 2.55.
         """
         import ray
+        from ray._private.state import state
 
-        try:
-            from ray._private.state import state
-
-            ids = frozenset(state.get_draining_nodes())
-        except (ImportError, AttributeError) as error:
-            self._warn("this Ray does not tell which nodes drain (%s): the file counts", error)
-            return frozenset()
+        ids = frozenset(state.get_draining_nodes())
         if not ids:
             return frozenset()
         return frozenset(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] in ids)

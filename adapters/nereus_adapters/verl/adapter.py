@@ -57,6 +57,7 @@ from nereus_core.observation import Observation, TokenStats
 from nereus_core.phases import Enter, Phase
 from nereus_core.plan import Plan
 from nereus_core.primitives import (
+    Destroy,
     Merge,
     Primitive,
     created,
@@ -111,6 +112,8 @@ class VerlAdapter(LedgerAdapter):
         self._order = (*own, *spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self.linked = self._units
+        self._parked = UnitMap()
+        """Units that have ended in this transition and from which others are still to be made."""
         if self._changes:
             limit_s, served = self._timeouts.primitive_s, serving(self._units)
             held = bundles(trainer, ranks, of_worker)
@@ -208,6 +211,7 @@ class VerlAdapter(LedgerAdapter):
         """
         before, after = self.linked, self.units()
         require_plan(plan, self.job(), after)
+        self._forget_parked()
         if not self._hybrid and plan.sharing(ACTOR_GENERATE, ACTOR_TRAIN):
             raise PlanError(["separate_async: trainers and rollout replicas share a device"])
         if before == after:
@@ -242,7 +246,8 @@ class VerlAdapter(LedgerAdapter):
     def _standing(self) -> Standing:
         units = self.units()
         lost = [unit for unit in self._units if unit not in units]
-        return Standing(self.job(), units, self.gate.held, self.gate.inside, lost=lost)
+        parked = self._parked.intact(self.fleet.dead) if self._changes else self._parked
+        return Standing(self.job(), units, self.gate.held, self.gate.inside, parked, lost)
 
     def _do(self, op: Primitive, readable: UnitMap, enter: Enter) -> Done:
         if not self._changes:
@@ -251,7 +256,7 @@ class VerlAdapter(LedgerAdapter):
         apart = not self._hybrid and stage.stage is Stage.GENERATE
         if not apart:
             self._require_runs(op)
-        self._fitting.require(op, readable, self.linked)
+        self._fitting.require(op, self.units(), self.linked, self._parked)
         made, gone = created(op), ended(op)
         enter(Phase.PREPARE)
         if not apart:
@@ -264,10 +269,13 @@ class VerlAdapter(LedgerAdapter):
             done = Done()
             for phase in (Phase.TRANSFER, Phase.VERIFY, Phase.COMMIT):
                 enter(phase)
+        resting = [readable[op.unit]] if isinstance(op, Destroy) and op.park else []
         with self._lock:
             self._units = self._units.replace(gone, made)
+            self._parked = self._parked.replace([], resting)
         for unit in gone:
-            self._end(readable[unit])
+            if unit not in self._parked or serves(readable[unit]):
+                self._end(readable[unit])
         enter(Phase.RELEASE)
         return done
 
@@ -309,6 +317,13 @@ class VerlAdapter(LedgerAdapter):
                 self.fleet.workers(unit.devices), shards.drop, [str(unit.id)],
                 awaited=f"the end of {unit.id}", timeout_s=self._timeouts.transfer_s,
             )  # fmt: skip
+
+    def _forget_parked(self) -> None:
+        """End what was kept to be read; engines hold what they step on until the switch."""
+        parked, self._parked = self._parked, UnitMap()
+        for unit in parked.values():
+            if not serves(unit):
+                self._end(unit)
 
     def _require_runs(self, op: Primitive) -> None:
         """Raise Infeasible unless new units are runs of devices in the order of ranks."""

@@ -33,15 +33,16 @@ class Fitting:
             job, {stage: elements for stage, elements in told.items() if elements}, standalone
         )
 
-    def require(self, op: Primitive, units: UnitMap, linked: UnitMap) -> None:
+    def require(self, op: Primitive, units: UnitMap, linked: UnitMap, parked: UnitMap) -> None:
         """Raise OutOfDeviceMemory unless the states of all units fit where new ones shall lie.
 
         Args:
             op: What is to be performed.
             units: Those alive.
             linked: Those that the job steps on.
+            parked: Those that have ended and are still read from.
         """
-        after, capacity = apply(op, units), self.job.cluster.device_spec.memory_bytes
+        after, capacity = apply(op, units, parked), self.job.cluster.device_spec.memory_bytes
         if self.standalone is not None:  # replicas that have ended serve until the epoch switch
             ending = [u for u in serving(linked).values() if u.id not in after]
             made = {(u.devices, u.layout) for u in created(op) if serves(u)}

@@ -47,6 +47,8 @@ def _of(config: Any, trainer: Any) -> Iterator[str]:
     for name in ("pipeline_model_parallel_size", "data_parallel_size"):
         if int(rollout.get(name, 1) or 1) > 1:
             yield f"rollout replicas have {name}={rollout.get(name)}"
+    if rollout.get("disaggregation", {}).get("enabled", False):
+        yield "rollout.disaggregation: servers that prefill and decode apart are not one replica"
 
 
 def _of_separate(trainer: Any) -> Iterator[str]:

@@ -10,7 +10,6 @@ layout on its devices.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import threading
@@ -20,9 +19,12 @@ from typing import Any
 
 import ray
 
-from nereus_adapters.ray_calls import apart, inside
+from nereus_adapters.ray_calls import apart
+from nereus_adapters.verl.ending import end
 from nereus_adapters.verl.fleet import Fleet
+from nereus_adapters.verl.inside_server import is_well
 from nereus_adapters.verl.sleeping import Sleeper, Sleepers
+from nereus_adapters.verl.turning import turned_away
 from nereus_core.cluster import Device
 from nereus_core.errors import NereusError, WaitTimeout
 from nereus_core.units import Unit, UnitId
@@ -30,8 +32,9 @@ from nereus_core.units import Unit, UnitId
 _log = logging.getLogger("nereus")
 ANSWER_S = 30.0
 """For a server that slept to say that it is well. Chosen, not measured."""
-SHUTDOWN_S = 30.0
-"""For a server to end what it started, before it is killed. Chosen, not measured."""
+EACH = 0.9
+"""Of the time that all replicas have to let requests go, what each has: one that hangs is known
+before that is over. Chosen, not measured."""
 _RANKS = itertools.count(1000)
 """Ranks of replicas from here on are Nereus's own: verl numbers its own from 0 up. None comes twice
 in a process: servers are known by them, and outlive the adapter that started them."""
@@ -57,6 +60,7 @@ class Rollouts:
         sleepers: int,
     ) -> None:
         self._manager, self._weights = self._managers(trainer)
+        self._asynchronous = trainer.trainer_mode != "sync"
         self._trainer, self._fleet, self._timeout_s = trainer, fleet, timeout_s
         self.replicas = dict(zip(units, self._manager.rollout_replicas, strict=True))
         self._linked = set(self.replicas)
@@ -85,14 +89,14 @@ class Rollouts:
 
         async def up() -> None:
             await replica.launch_servers()
-            if self._trainer.trainer_mode != "sync":  # verl opens all of them after the next sync
+            if self._asynchronous:  # verl opens all of them after the next sync
                 await replica.abort_all_requests()
             await replica.sleep()
 
         try:
             self._wait(up, f"a rollout server for {unit.id}")
         except BaseException:
-            _end([replica])
+            end([replica])
             raise
         self.replicas[unit.id] = replica
 
@@ -113,7 +117,8 @@ class Rollouts:
 
     def leave(self, devices: Iterable[Device] | None = None) -> None:
         """End the replicas that sleep on any of some devices; on any at all by default."""
-        _end(self._sleepers.leave(None if devices is None else self._seats(devices)))
+        asleep = self._sleepers.leave(None if devices is None else self._seats(devices))
+        self._end_with_doors(asleep, asleep)
 
     def end(self, unit: UnitId) -> None:
         """End a unit's replica: at once, or with the epoch switch where the job may need it.
@@ -121,14 +126,15 @@ class Rollouts:
         One that was woken for it sleeps again.
         """
         if unit not in self._linked:
-            replica = self.replicas.pop(unit)
+            replica = self.replicas[unit]
             leave = self._manager.global_load_balancer.remove_servers
             self._get(leave.remote([replica._server_address]), "the load balancer to let go")
+            del self.replicas[unit]
             if unit in self._woken:
                 self._woken.remove(unit)
                 self._retire([replica])
             else:
-                _end([replica])
+                self._end_with_doors([replica], self._turned_away([replica]))
 
     def rank_of(self, unit: UnitId) -> int:
         """Return verl's rank of a unit's replica."""
@@ -148,14 +154,17 @@ class Rollouts:
         if fresh:
             servers = {r._server_address: r._server_handle for r in fresh.values()}
             self._get(balancer.add_servers.remote(servers), "the load balancer to add servers")
-        if gone:
-            leaving = [self.replicas[u]._server_address for u in gone]
+        leaving = [self.replicas[unit] for unit in gone]
+        if leaving:
+            addresses = [r._server_address for r in leaving]
             self._get(
-                balancer.remove_servers.remote(leaving), "the load balancer to let servers go"
+                balancer.remove_servers.remote(addresses), "the load balancer to let servers go"
             )
-        self._retire([self.replicas.pop(unit) for unit in gone])
-        self._list(units)
+        self._list(units)  # verl synchronizes none that is put aside, whatever fails from here on
+        for unit in gone:
+            del self.replicas[unit]
         self._woken -= self._linked
+        self._retire(leaving)
 
     def _managers(self, trainer: Any) -> tuple[Any, Any]:
         """Return verl's manager of servers, and the one of weight synchronizations."""
@@ -173,12 +182,21 @@ class Rollouts:
 
     def _retire(self, replicas: Sequence[Any]) -> None:
         """Let replicas that no request goes to sleep on; the oldest make room for them."""
-        over = []
-        for replica, stays in zip(replicas, self._turn_away(replicas), strict=True):
+        turned = self._turned_away(replicas)
+        crowded = []
+        for replica in turned:
             seats = tuple(worker._actor_id for worker in replica.workers)
             tp = int(replica.config.tensor_model_parallel_size)
-            over += self._sleepers.keep(Sleeper(replica, tp, seats)) if stays else [replica]
-        _end(over)
+            crowded += self._sleepers.keep(Sleeper(replica, tp, seats))
+        waiting = [replica for replica in replicas if replica not in turned]
+        self._end_with_doors([*crowded, *waiting], crowded)
+
+    def _end_with_doors(self, replicas: Sequence[Any], turned: Sequence[Any]) -> None:
+        """End replicas; in an asynchronous job those of them that turn requests away keep a door.
+
+        All that sleep do, and have since they fell asleep.
+        """
+        end(replicas, doors=turned if self._asynchronous else ())
 
     def _seats(self, devices: Iterable[Device]) -> list[Any]:
         return [worker._actor_id for worker in self._fleet.workers(devices).values()]
@@ -188,34 +206,33 @@ class Rollouts:
         try:
             asked = [apart(server, is_well) for server in replica.servers]
             if all(ray.get(asked, timeout=ANSWER_S)):
-                if self._trainer.trainer_mode != "sync":  # until now it has turned them away
+                if self._asynchronous:  # until now it has turned them away
                     self._wait(replica.abort_all_requests, "a sleeping rollout server to close")
                 return True
         except (NereusError, ray.exceptions.RayError) as error:
             _log.warning("a replica that slept is started anew: %s", error)
-        _end([replica])
+        end([replica])
         return False
 
-    def _turn_away(self, replicas: Sequence[Any]) -> list[bool]:
+    def _turned_away(self, replicas: Sequence[Any]) -> list[Any]:
         """Let requests go that an asynchronous job has on replicas that leave.
 
-        verl's client takes what each has generated to another replica, which goes on from there.
-
         Returns:
-            Of each, whether none is left that would wait there for as long as it sleeps.
+            Those at which none is left that would wait for as long as they sleep. The others are
+            ended with what they have: verl gives up the prompts of these requests.
         """
-        if self._trainer.trainer_mode == "sync" or not replicas:
-            return [True] * len(replicas)
-
-        async def abort() -> list[Any]:
-            return await asyncio.gather(*map(_aborted, replicas), return_exceptions=True)
-
+        if not self._asynchronous or not replicas:
+            return list(replicas)
         try:
-            # Those that do not answer are ended all the same; verl asks anew for what they had.
-            found = self._wait(abort, "the requests of replicas that leave to stop")
+            found = self._wait(
+                lambda: turned_away(replicas, EACH * self._timeout_s),
+                "the requests of replicas that leave to stop",
+            )
         except (NereusError, ray.exceptions.RayError) as error:
-            found = [error] * len(replicas)
-        return [answer is True for answer in found]
+            ranks = ", ".join(str(replica.replica_rank) for replica in replicas)
+            _log.warning("rollout replicas %s are ended with their requests: %s", ranks, error)
+            return []
+        return list(found)
 
     def _get(self, answer: Any, awaited: str) -> None:
         try:
@@ -246,52 +263,3 @@ class Rollouts:
         if raised:
             raise raised[0]
         return returned[0]
-
-
-async def _aborted(replica: Any) -> bool:
-    known = inspect.signature(replica.abort_all_requests).parameters
-    # verl 0.9.0 has no such word: a request that waits fails, and verl asks for it anew.
-    await replica.abort_all_requests(
-        **({"reject_request": True} if "reject_request" in known else {})
-    )
-    return bool(await inside(replica.servers[0], let_go))
-
-
-def let_go(server: Any) -> bool:
-    """Turn away the requests that wait at a rollout server's closed gate; runs inside it.
-
-    verl turns away those that come from now on, and leaves those waiting that are there
-    (vllm_async_server.py, ``_park_until_admitted``).
-
-    Returns:
-        Whether it has such a gate, and turns requests away.
-    """
-    gate: Any = getattr(server, "_resume_event", None)
-    if gate is None or not getattr(server, "_rejecting", False):
-        return False
-    for waiter in tuple(gate._waiters):  # on the loop that they wait on
-        waiter.get_loop().call_soon_threadsafe(gate.set)
-    return True
-
-
-def is_well(server: Any) -> bool:
-    """Whether a rollout server's engine is not known to have failed; runs inside it."""
-    return not getattr(getattr(server, "engine", None), "errored", False)
-
-
-def shutdown_engine(server: Any) -> None:
-    """End what a rollout server started; runs inside it."""
-    engine: Any = getattr(server, "engine", None)
-    if hasattr(engine, "shutdown"):
-        engine.shutdown()
-
-
-def _end(replicas: Sequence[Any]) -> None:
-    servers = [server for replica in replicas for server in getattr(replica, "servers", [])]
-    asked = [apart(server, shutdown_engine) for server in servers]
-    for server, answer in zip(servers, asked, strict=True):
-        try:
-            ray.get(answer, timeout=SHUTDOWN_S)
-        except Exception as error:  # a server that does not answer is ended all the same
-            _log.warning("a rollout server did not end its engine and is killed: %s", error)
-        ray.kill(server)

@@ -15,11 +15,13 @@ from typing import Any
 import ray
 
 from nereus_adapters.ray_calls import outcome
+from nereus_adapters.verl.ending import end
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.limits import limited
 from nereus_adapters.verl.placing import started_in
-from nereus_adapters.verl.rollouts import _RANKS, Rollouts, _end
+from nereus_adapters.verl.rollouts import _RANKS, Rollouts
 from nereus_core.cluster import Device
+from nereus_core.errors import PrimitiveError, WaitTimeout
 from nereus_core.units import Unit, UnitId
 
 
@@ -46,6 +48,8 @@ class Standalone(Rollouts):
         self._amid_step, self._units = amid_step, dict(units)
         self._leaving: set[UnitId] = set()
         """Units that have ended and whose replicas serve until the epoch switch."""
+        self._closed = self._late = False
+        """Whether a synchronization amid a step has left replicas closed; whether it may go on."""
 
     def _managers(self, trainer: Any) -> tuple[Any, Any]:
         return trainer.standalone_server_manager, trainer.standalone_checkpoint_manager
@@ -90,8 +94,8 @@ class Standalone(Rollouts):
         try:
             self._wait(up, f"a rollout server for {unit.id}")
         except BaseException:
-            _end([replica])
-            self._over(unit.id, replica)
+            end([replica])
+            self._give_back(unit.id, replica)
             raise
         return replica
 
@@ -127,35 +131,61 @@ class Standalone(Rollouts):
             self._get(balancer.add_servers.remote(fresh), "the load balancer to add servers")
         self._list(units)
         self._leaving.clear()
-        if fresh and self._amid_step():
-            served = int(self._trainer.global_steps) - 1  # nothing of this step is trained on yet
+        if (fresh or self._closed) and self._amid_step():
+            self._synchronize()
+        self._leave(gone)
+
+    def _synchronize(self) -> None:
+        """Give the listed replicas their weights amid a step.
+
+        verl closes all of them first and opens them as its last act, so one that fails leaves them
+        closed to a job that waits for their answers: on the way back it is done again.
+
+        Raises:
+            PrimitiveError: the one before was late, so it may go on at any time from here on.
+        """
+        if self._late:
+            raise PrimitiveError(
+                "the last weight synchronization has not ended and replicas are closed for it; "
+                "another cannot be made beside it"
+            )
+        served = int(self._trainer.global_steps) - 1  # nothing of this step is trained on yet
+        self._closed = True
+        try:
             limited(
                 lambda: self._weights.update_weights(served),
                 "weights for new replicas",
                 self._timeout_s,
             )
-        self._leave(gone)
+        except WaitTimeout:
+            self._late = True
+            raise
+        self._closed = False
 
     def _leave(self, units: Iterable[UnitId]) -> None:
         """Let replicas go: from the balancer, then what they do, then what they are."""
-        leaving = {}
+        kept, leaving, shared = dict(self.replicas), {}, []
         for unit in units:
-            replica = self.replicas.pop(unit)
-            if any(other is replica for other in self.replicas.values()):
-                self._let_go(unit)  # another unit goes on with it
+            replica = kept.pop(unit)
+            if any(other is replica for other in kept.values()):
+                shared.append(unit)  # another unit goes on with it
             else:
                 leaving[unit] = replica
-        if not leaving:
-            return
         addresses = [r._server_address for r in leaving.values()]
-        balancer = self._manager.global_load_balancer
-        self._get(balancer.remove_servers.remote(addresses), "the load balancer to let servers go")
-        self._turn_away(list(leaving.values()))
-        _end(list(leaving.values()))
+        if addresses:
+            balancer = self._manager.global_load_balancer
+            self._get(
+                balancer.remove_servers.remote(addresses), "the load balancer to let servers go"
+            )
+        self.replicas = kept
+        for unit in shared:
+            self._let_go(unit)
+        replicas = list(leaving.values())
+        self._end_with_doors(replicas, self._turned_away(replicas))
         for unit, replica in leaving.items():
-            self._over(unit, replica)
+            self._give_back(unit, replica)
 
-    def _over(self, unit: UnitId, replica: Any) -> None:
+    def _give_back(self, unit: UnitId, replica: Any) -> None:
         """End what was beside a replica's servers, and give its devices back."""
         for worker in replica.workers:
             ray.kill(worker)

@@ -3,7 +3,8 @@
 OpenRLHF's driver saves the model through the group that it built at the start, and the generator of
 an asynchronous job has its own list of engines. A small Ray actor, named after the run, tells them.
 Its handle lies on the trainer as `nereus_directory`; the adapter publishes there while it still
-holds the generator's lock, so that no generation starts on engines that have gone.
+holds the generator's lock, so that no generation starts on engines that have gone. It also says
+what the generation of an asynchronous job failed of (ending.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ ATTRIBUTE = "nereus_directory"
 
 
 class Directory:
-    """Keeps what was published last; runs as a Ray actor."""
+    """Keeps what was published last; runs as a Ray actor.
 
-    def __init__(self) -> None:
+    Args:
+        waited_for: Actors of Ray in which an asynchronous job's trainer waits for its generator.
+        ranks: All ranks of the job's groups.
+    """
+
+    def __init__(self, waited_for: Sequence[Any] = (), ranks: Sequence[Any] = ()) -> None:
+        self._waited_for, self._ranks = waited_for, list(ranks)
+        self._failed: str | None = None
+        self._ended: Exception | None = None
+        self._saving = False
         self._version = 0
         self._engines: list[Any] = []
         self._groups: dict[str, list[Any]] = {}
@@ -31,6 +41,7 @@ class Directory:
         self._version += 1
         self._engines = list(engines)
         self._groups = {first: list(handles) for first, handles in groups.items()}
+        self._ranks = [handle for handles in groups.values() for handle in handles]
 
     def engines_since(self, version: int) -> tuple[int, list[Any]] | None:
         """Return the engines of now and their version, None when that is the one given."""
@@ -40,6 +51,43 @@ class Directory:
         """Return the ranks of the group that began with a rank; None before a change."""
         return self._groups.get(first)
 
+    def fail(self, what: str) -> None:
+        """Take in what generation failed of, and let the trainer wait for it no longer."""
+        import ray
+
+        self._failed = what
+        for actor in self._waited_for:
+            ray.kill(actor)
+
+    def saving(self, begins: bool) -> None:
+        """Take in that a checkpoint is being written, or is whole."""
+        self._saving = begins
+
+    def cut_short(self) -> bool:
+        """End the ranks, and with them whatever the trainer has asked of them and waits for.
+
+        Returns whether it did: not while they write a checkpoint.
+        """
+        import ray
+
+        if self._saving:
+            return False
+        for rank in self._ranks:
+            ray.kill(rank)
+        return True
+
+    def failed(self) -> str | None:
+        """Return what generation failed of; None while it goes on."""
+        return self._failed
+
+    def end(self, error: Exception) -> None:
+        """Take in what the trainer ends with."""
+        self._ended = error
+
+    def ended(self) -> Exception | None:
+        """Return what the trainer has ended with, where generation failed."""
+        return self._ended
+
 
 def open_on(trainer: Any, name: str) -> None:
     """Start the directory on the trainer's own node: it lives as long as the trainer does."""
@@ -48,15 +96,23 @@ def open_on(trainer: Any, name: str) -> None:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class = ray.remote(num_cpus=0)(Directory)
-    setattr(trainer, ATTRIBUTE, actor_class.options(name=name, scheduling_strategy=here).remote())
+    waited_for = []
+    if (lock := getattr(trainer, "vllm_lock", None)) is not None:
+        waited_for = [lock, trainer.rollout_queue.actor, trainer.rollout_slots.actor]
+    named = ("actor", "critic", "reward", "reference")
+    groups = [getattr(trainer, f"{which}_model_group", None) for which in named]
+    ranks = [rank for group in groups if group is not None for rank in group._actor_handlers]
+    opened = actor_class.options(name=name, scheduling_strategy=here).remote(waited_for, ranks)
+    setattr(trainer, ATTRIBUTE, opened)
 
 
-def _find(name: str) -> Any:
+def find(name: str) -> Any:
+    """Return the directory of a run; None where its trainer has not begun, or is gone."""
     import ray
 
     try:
         return ray.get_actor(name)
-    except ValueError:  # nothing has changed yet: the trainer has not begun
+    except ValueError:
         return None
 
 
@@ -80,7 +136,7 @@ def follow(generator: Any, name: str) -> None:
     @functools.wraps(generate)
     def generated(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
-        directory = _find(name)
+        directory = find(name)
         if directory is not None:
             news = ray.get(directory.engines_since.remote(seen), timeout=CALL_S)
             if news is not None:
@@ -97,7 +153,7 @@ def saving_current(save: Callable[..., Any], name: str) -> Callable[..., Any]:
     def saved(self: Any) -> Any:
         import ray
 
-        directory = _find(name)
+        directory = find(name)
         if directory is not None:
             first = self._actor_handlers[0]._actor_id.hex()
             now = ray.get(directory.group.remote(first), timeout=CALL_S)

@@ -13,12 +13,13 @@ from typing import Any
 
 from nereus_core.backend_status import require_backend
 from nereus_core.config import NereusConfig
-from nereus_core.errors import NereusError
+from nereus_core.errors import NereusError, SeamBroken
 from nereus_core.registry import Registry
 from nereus_core.seams import check_seam
 from nereus_plugins.banner import say
 from nereus_plugins.openrlhf import FRAMEWORK
 from nereus_plugins.openrlhf.directory import following, saving_current
+from nereus_plugins.openrlhf.ending import named
 from nereus_plugins.openrlhf.flags import split_flags
 from nereus_plugins.openrlhf.watching import watched
 from nereus_plugins.settings import merged, settings_of
@@ -57,23 +58,30 @@ def prepare(config: NereusConfig) -> None:
     """Check that OpenRLHF is the one Nereus knows, and wrap its trainers' loops.
 
     In modes observe and advise ``fit`` of the trainer is all that is wrapped. Mode adapt adds two
-    names whose processes hold handles of their own: the asynchronous generator's ``fit``, and the
-    driver's ``async_save_model``.
+    names whose processes hold handles of their own - the asynchronous generator's ``fit``, and the
+    driver's ``async_save_model`` - and ``fit`` of an asynchronous job's controller, for its end.
 
     Raises:
         AdapterError: OpenRLHF is missing, has another version, or a seam of it is gone.
     """
     declared = Registry.load().declaration(config.adapter)
     require_backend(declared)
-    for seam in declared.seams:
-        check_seam(seam)
-    say(f"[nereus] {version('nereus')} before OpenRLHF {version('openrlhf')}: mode {config.mode}")
     adapts = config.enabled and config.mode == "adapt"
+    for seam in declared.seams:
+        try:
+            check_seam(seam)
+        except SeamBroken as error:
+            if adapts or not seam.to_change:
+                raise
+            say(f"[nereus] mode adapt is not to be had here: {error}")
+    say(f"[nereus] {version('nereus')} before OpenRLHF {version('openrlhf')}: mode {config.mode}")
     name = f"nereus-{uuid.uuid4().hex}" if adapts else None
     for module, actor in ((_TRAINER, "PPOTrainer"), (_ASYNC, "TrainingActor")):
         _wrap(_travelling(module, actor), "fit", lambda fit: watched(fit, config, name))
     if name is not None:
         _wrap(_travelling(_ASYNC, "GenerateSamplesActor"), "fit", lambda fit: following(fit, name))
+        step_s = config.timeouts.step_s
+        _wrap(_travelling(_ASYNC, "PPOTrainerAsync"), "fit", lambda fit: named(fit, name, step_s))
         group = importlib.import_module(_LAUNCHER).RayActorGroup
         _wrap(group, "async_save_model", lambda save: saving_current(save, name))
 

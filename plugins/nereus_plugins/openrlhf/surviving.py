@@ -3,7 +3,8 @@
 A node that goes without notice shows in the middle of a step: a call to an engine or to a rank
 fails. Generation, the making of experience and the broadcast of weights change nothing that a job
 learns, so once the session has changed the job they are done again. Where a node took state along -
-a rank of a group that trains - the session says so, and the job ends with that error.
+a rank of a group that trains - the session says so, and the job ends with that error. OpenRLHF
+waits for all of them without an end; here each has one, of `timeouts.step_s`, and a name.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from nereus_core.errors import StateLost, WaitTimeout
+from nereus_core.errors import WaitTimeout
+from nereus_plugins.ray_waits import limited
 from nereus_plugins.session import Session
 
 T = TypeVar("T")
@@ -29,6 +30,11 @@ _LOOK_S = 0.5
 """Between two looks at Ray's nodes. Chosen."""
 SLEEP_S = 120.0
 """For engines to wake up, and to go to sleep; chosen, not measured."""
+GENERATIONS = 8
+"""Times `timeouts.step_s` that what waits for generation may take: filtering of prompts, agents of
+several turns and evaluations are in it. Chosen, not measured."""
+TIMES_LONGEST = 3.0
+"""Of the longest such part so far; chosen, not measured."""
 ATTEMPTS = 3
 """Nodes that may be lost in one part of a step; chosen, not measured."""
 
@@ -65,13 +71,43 @@ class Drawn:
         return self._source is source
 
 
+def limited_part(part: str, run: Callable[..., Any], limit_s: float) -> Callable[..., Any]:
+    """Return a part of a step, which ends with WaitTimeout where it takes too long.
+
+    That is longer than the limit and several times what it ever took: what has grown slowly is slow
+    and does not hang.
+    """
+    longest_s = 0.0
+
+    @functools.wraps(run)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        nonlocal longest_s
+        start_s = time.monotonic()
+        awaited = f"{part} (--nereus.timeouts.step_s allows for more)"
+        with limited(awaited, max(limit_s, TIMES_LONGEST * longest_s)):
+            found = run(*args, **kwargs)
+        longest_s = max(longest_s, time.monotonic() - start_s)
+        return found
+
+    return bounded
+
+
 def survive(trainer: Any, session: Session) -> None:
     """Let a trainer's steps go on after a node is lost.
 
     The generator of an asynchronous job is another process, of which nothing is done again.
     """
+    step_s = session.config.timeouts.step_s
+    long_s = GENERATIONS * step_s
+    sync_s = step_s
+    if (queue := getattr(trainer, "rollout_queue", None)) is not None:
+        queue.get = limited_part("the generator's responses", queue.get, long_s)
+        sync_s = long_s  # its lock is the generator's too
     if (generator := getattr(trainer, "samples_generator", None)) is not None:
-        generate, last = generator._generate_vllm, Drawn(iter(()))
+        generate, last = (
+            limited_part("generation", generator._generate_vllm, long_s),
+            Drawn(iter(())),
+        )
 
         @functools.wraps(generate)
         def generated(dataloader_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +124,10 @@ def survive(trainer: Any, session: Session) -> None:
             return found
 
         generator._generate_vllm = generated
-    maker, broadcast = trainer.experience_maker, trainer.broadcast_to_vllm
-    make, train = maker.make_experience_batch, trainer.ppo_train
+    maker = trainer.experience_maker
+    make = limited_part("the experience", maker.make_experience_batch, step_s)
+    broadcast = limited_part("the broadcast of weights", trainer.broadcast_to_vllm, sync_s)
+    train = limited_part("the training", trainer.ppo_train, step_s)
 
     @functools.wraps(make)
     def made(rollout_samples: Any) -> Any:
@@ -174,6 +212,9 @@ def recovered(session: Session, error: Exception) -> bool:
     """Change the job when Ray says that devices of its plan are gone; returns whether it did.
 
     Where no node is lost, the error says so in a note, and is not looked into again.
+
+    Raises:
+        NereusError: the session knows better what the error comes of.
     """
     from ray.exceptions import ObjectLostError, RayActorError
 
@@ -183,28 +224,11 @@ def recovered(session: Session, error: Exception) -> bool:
     wait_s = NODE_S if dead else 0.0
     deadline_s = time.monotonic() + wait_s
     while not session.lost:
+        if (told := session.explain(error)) is not error:
+            raise told from error
         if time.monotonic() > deadline_s:
             error.add_note(f"{_NOT_LOST}, as Ray says {wait_s:.0f} s later.")
             return False
         time.sleep(_LOOK_S)
     session.amid_step()
     return not session.lost
-
-
-def resumable(lost: StateLost, args: Any, since_s: float) -> StateLost:
-    """Return the error with OpenRLHF's newest checkpoint and how to go on from it.
-
-    Args:
-        lost: The error.
-        args: Of the job.
-        since_s: When the job began, in seconds of the clock of files: what is older is another's,
-            unless the job was told to load it.
-    """
-    latest = Path(args.ckpt.path) / "_actor" / "latest"
-    try:
-        newest = latest.with_name(latest.read_text(encoding="utf-8").strip())
-        if latest.stat().st_mtime < since_s and not args.ckpt.load_enable:
-            return lost
-    except OSError:
-        return lost
-    return StateLost(lost.stage, str(newest), "the same command and --ckpt.load_enable")

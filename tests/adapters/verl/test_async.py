@@ -131,3 +131,22 @@ def test_colocate_async_changes_as_a_synchronous_job_does(colocated):
     worst = colocated.series("training/off_policy/trajectory_staleness_worst/max", 5)
     assert len(worst) == 5
     assert max(worst) < THRESHOLD
+
+
+CIRCLE = {
+    1: {"actor/generate": ["tp2pp1", [2, 3]]},
+    2: {"actor/generate": ["tp1pp1", [2]], "actor/train": ["tp2pp1", [0, 3]]},
+}
+"""In step 2 the trainers' only unit ends before another is made of it: that one's device is the
+replica's until then."""
+
+
+def test_a_unit_that_ends_first_is_what_the_next_is_made_of(launch):
+    found = launch("circle", *SEPARATE, *FORCED, plans=CIRCLE, steps=3, ray_devices=4, micro=4)
+    assert found.ran.returncode == 0, found.ran.output[-6000:]
+    outcomes = [e.outcome for e in found.events if isinstance(e, TransitionFinished)]
+    assert outcomes == ["done", "done"]
+    for record in found.forced:
+        require_same_state(record)
+    placed = found.forced[-1]["plan"]["actor/train"]["units"]
+    assert [unit.rsplit(":", 1)[1] for unit in placed[0]] == ["0", "3"]

@@ -242,6 +242,7 @@ OTHER_GROUP = {
         ({"model": {"lora_rank": 8}}, "the actor's LoRA"),
         ({"critic": {"model": {"lora_rank": 8}}}, "the critic's LoRA"),
         ({"rollout": {"data_parallel_size": 2}}, "data_parallel_size=2"),
+        ({"rollout": {"disaggregation": {"enabled": True}}}, "rollout.disaggregation"),
     ],
 )
 def test_what_mode_adapt_cannot_change_is_refused_by_name(given, said):

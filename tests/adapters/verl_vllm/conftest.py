@@ -11,9 +11,10 @@ from verl_cpu.job import Job
 from verl_cpu.stem import warm
 
 STEPS = 6
-JOB_S = 600
-"""A job of six steps takes about two minutes on two cores that do nothing else; a limit of this
-much is for a job that hangs. Chosen, not measured."""
+JOB_S = 1500
+"""A job of six steps takes about two minutes on two cores that do nothing else, and one whose
+replicas start again and again many more on two that do; a limit of this much is for a job that
+hangs. Chosen, not measured."""
 PLANS = {
     1: {"actor/generate": ["tp2pp1", 2]},
     2: {"actor/generate": ["tp1pp1", 2]},
@@ -45,13 +46,13 @@ def stem(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, str]) -> I
 
 
 @pytest.fixture(scope="session")
-def jobs(
+def launch(
     tmp_path_factory: pytest.TempPathFactory, stem: str, changes: dict[str, str]
-) -> Callable[[str], Job]:
-    """Return a job by name, running it the first time it is asked for."""
+) -> Callable[..., Job]:
+    """Run a job: ``launch(name, *more overrides, plans=..., fault=..., answers=..., **shape)``."""
     assets = make_assets(tmp_path_factory.mktemp("assets"))
 
-    def run(name, *extra, plans=None, fault=""):
+    def run(name, *extra, plans=None, fault="", answers=False, **shape):
         work = tmp_path_factory.mktemp(name)
         modules = ["verl_cpu.platform", "verl_cpu.rollout", "verl_cpu.vllm_rollout"]
         env = {**changes, "VERL_CPU_FAULT": fault}
@@ -59,18 +60,27 @@ def jobs(
             modules.append("verl_cpu.forced")
             env["VERL_CPU_FORCED"] = json.dumps(plans)
             env["VERL_CPU_FORCED_LOG"] = str(work / "forced.jsonl")
+        if answers:
+            modules.append("verl_cpu.answers")
         env["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
-        arguments = [*overrides(assets, work, steps=STEPS), *vllm_rollout.OVERRIDES, *extra]
+        shape = {"steps": STEPS, **shape}
+        arguments = [*overrides(assets, work, **shape), *vllm_rollout.OVERRIDES, *extra]
         arguments.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{stem}'")
         if extra:
             arguments.append(f"+nereus.run_dir={work}/run")
         return Job(run_job(work, arguments, timeout_s=JOB_S, env=env), work)
 
+    return run
+
+
+@pytest.fixture(scope="session")
+def jobs(launch) -> Callable[[str], Job]:
+    """Return a job by name, running it the first time it is asked for."""
     known = {
-        "stock": lambda: run("stock"),
+        "stock": lambda: launch("stock"),
         # It fails after the last step that is compared.
-        "fixed": lambda: run("fixed", *NEREUS, fault=f"kill-server:{STEPS - 1}"),
-        "changed": lambda: run("changed", *NEREUS, plans=PLANS),
+        "fixed": lambda: launch("fixed", *NEREUS, fault=f"kill-server:{STEPS - 1}"),
+        "changed": lambda: launch("changed", *NEREUS, plans=PLANS),
     }
     ended: dict[str, Job | BaseException] = {}
 

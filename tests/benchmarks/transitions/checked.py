@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 from interleavings import distinct_pairs, explore, small_plans
+from rich.console import Console
+from rich.progress import track
 
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
@@ -36,7 +38,9 @@ def checked(*, quick: bool) -> dict[str, Any]:
     graphs = states = 0
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as workers:
         pairs = list(distinct_pairs(plans, cluster.devices))
-        for seen, (_, afters) in zip(workers.map(partial(_states, job), pairs), pairs, strict=True):
+        counted = workers.map(partial(_states, job), pairs)
+        shown = track(counted, "exploring", len(pairs), console=Console(stderr=True))
+        for seen, (_, afters) in zip(shown, pairs, strict=True):
             states += seen
             graphs += len(afters)
     return {

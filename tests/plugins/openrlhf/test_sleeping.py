@@ -33,6 +33,8 @@ class Session:
 
     def __init__(self, change):
         self.lost, self._change = {"a node"}, change
+        self.explain = lambda error: error
+        self.config = SimpleNamespace(timeouts=SimpleNamespace(step_s=60.0))
 
     def amid_step(self):
         self._change()

@@ -3,9 +3,10 @@
 `OPENRLHF_TEST_FORCE` holds JSON: RL step -> model-stage -> list of units, each a list of indices in
 the devices that the stage began on; a unit of several devices is tensor-parallel. What was seen
 goes to `OPENRLHF_TEST_SEEN`, one JSON object a line. `OPENRLHF_TEST_FAULT` holds JSON: RL step ->
-names of faults (see FAULTS) that strike the transition of that step; "dead engine" strikes between
-steps. `OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of devices that are asked
-back from then on, none where it is empty; what Nereus does about it is its own decision.
+names of faults (see FAULTS) that strike the transition of that step; "dead engine", "dead
+rank", "dead generator" and "hung broadcast" (also "... and dead generator") strike after it.
+`OPENRLHF_TEST_LEAVE` holds JSON: RL step -> model-stage -> indices of devices that are asked back
+from then on, none where it is empty; what Nereus does about it is its own decision.
 `OPENRLHF_TEST_NODE` holds JSON: RL step -> "drained", "gone" or "killed", which is what becomes of
 the Ray node at 127.0.0.2 before the boundary of that step; "killed amid generation", "...
 experience" or "... broadcast" strikes in the step that follows, and Nereus is told nothing; "came"
@@ -19,7 +20,13 @@ import time
 from pathlib import Path
 
 import forced_nodes
-from forced_faults import FAULTS, kill_an_engine
+from forced_faults import (
+    FAULTS,
+    kill_a_rank_amid_training,
+    kill_an_engine,
+    kill_the_generator,
+    stop_before_broadcast,
+)
 from forced_look import look, same_tokens, timed_phases, trains_on, waits_on
 from post_import import on_import
 
@@ -102,6 +109,12 @@ def _session(module):
             _force(self, step, wanted[str(step)], faults.get(str(step), ()))
         elif "dead engine" in faults.get(str(step), ()):
             kill_an_engine(running)
+        elif "dead generator" in faults.get(str(step), ()):
+            kill_the_generator(running.trainer)
+        elif "dead rank" in faults.get(str(step), ()):
+            kill_a_rank_amid_training(running)
+        elif found := [f for f in faults.get(str(step), ()) if f.startswith("hung broadcast")]:
+            stop_before_broadcast(running, also_generator="generator" in found[0])
         return figures
 
     module.Session.at_boundary, module.Session.amid_step = at_boundary, amid_step

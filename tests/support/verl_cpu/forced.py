@@ -27,6 +27,8 @@ from nereus_plugins.post_import import after_import
 from verl_cpu import faults, varlen
 from verl_cpu.asked import version
 
+DIGESTS_S = 60
+"""For ranks to gather and digest what they hold. Chosen, not measured."""
 SETTLE_S = 30
 """For Ray to have heard of processes and bundles that went. Chosen, not measured."""
 
@@ -50,10 +52,12 @@ def sha256(worker):
 
 
 def digests(trainer):
+    """Return rank 0's, and whether every rank has the same: each unit holds a copy of its own."""
     workers = trainer.actor_rollout_wg.workers
     numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
-    answers = call_all(numbered, sha256, awaited="digests", timeout_s=60)
-    return answers[Device("rank", 0)]
+    answers = call_all(numbered, sha256, awaited="digests", timeout_s=DIGESTS_S)
+    first = answers[Device("rank", 0)]
+    return first, all(answer == first for answer in answers.values())
 
 
 def local_world(worker):
@@ -158,7 +162,8 @@ def _force(module):
         wanted = plans.get(f"{step}{moment}")
         if not wanted:
             return
-        record = {"step": step, "moment": moment, "before": digests(trainer)}
+        record = {"step": step, "moment": moment}
+        record["before"], alike = digests(trainer)
         record["versions"], record["served"] = versions(trainer), servers(trainer)
         record["shared_before"] = shared(trainer)
         faults.arm(f"{step}{moment}", session.controller._adapter)
@@ -168,7 +173,8 @@ def _force(module):
             record["seconds"] = time.perf_counter() - start_s
             record["admitted"] = decision.admitted
             record["shared"] = shared(trainer)
-            record["after"] = digests(trainer)
+            record["after"], still = digests(trainer)
+            record["alike"] = [alike, still]
             record["free"] = settled()
             record["world"] = trainer.actor_rollout_wg.world_size
             record["beside"] = beside(trainer)

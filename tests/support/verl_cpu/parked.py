@@ -8,7 +8,7 @@ import json
 
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from nereus_adapters.verl.rollouts import let_go
+from nereus_adapters.verl.inside_server import let_go
 
 LIMIT_S = 30
 

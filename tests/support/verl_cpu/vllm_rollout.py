@@ -10,10 +10,12 @@ import hashlib
 import os
 
 import ray
+import torch
 
 from nereus_plugins.post_import import after_import
 from verl_cpu.command import SUPPORT
 from verl_cpu.rollout import Turns, _faulty
+from verl_cpu.ulps import ulps
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 OVERRIDES = (
@@ -73,13 +75,40 @@ def _by_token(module):
     whole = module.calculate_debug_metrics
 
     def calculate_debug_metrics(data):
-        """verl compares probabilities; where both are small, their logarithms tell more."""
+        """verl compares probabilities; where both are small, their logarithms tell more.
+
+        In an asynchronous job a response is compared whose tokens all come from the weights that
+        the actor has: others differ by design.
+        """
         mine, theirs = data.batch["rollout_log_probs"], data.batch["old_log_probs"]
         mask = data.batch["response_mask"][:, -mine.shape[1] :].bool()
-        apart = (mine - theirs).abs()[mask].max().item()
-        return {**whole(data), "training/rollout_log_probs_diff_max": apart}
+        if _latest:
+            mask = mask & torch.tensor(_latest)[:, None]
+        mine, theirs = mine[mask], theirs[mask]
+        found = {f"{_APART}_tokens_sum": len(mine)}
+        if len(mine):
+            found[f"{_APART}_max"] = (mine - theirs).abs().max().item()
+            found[f"{_APART}_ulps_max"] = ulps(mine, theirs).max().item()
+        return {**whole(data), **found}
 
     module.calculate_debug_metrics = calculate_debug_metrics
 
 
+_APART = "training/rollout_log_probs_diff"
+_latest: list[bool] = []
+"""Of each response of the batch, whether the actor's own weights have made all of it."""
+
+
+def _by_version(module):
+    compute = module.PPOTrainer._compute_old_log_prob
+
+    def _compute_old_log_prob(self, batch, metrics):
+        made = [(tag.get("min_global_steps"), tag.get("max_global_steps")) for tag in batch.tags]
+        _latest[:] = [versions == (self.global_steps - 1,) * 2 for versions in made]
+        return compute(self, batch, metrics)
+
+    module.PPOTrainer._compute_old_log_prob = _compute_old_log_prob
+
+
 after_import("verl.utils.debug.metrics", _by_token)
+after_import("verl.trainer.ppo.v1.trainer_base", _by_version)

@@ -1,6 +1,7 @@
 """The ways in which a job is started: `nereus run --openrlhf`, and a Ray that runs already."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -36,12 +37,26 @@ def ended_well(folder):
     assert (folder / "report.html").exists()
 
 
-def answers(address):
+def answered(address):
+    """Return what Ray's dashboard answers; None while it does not: a busy one drops connections."""
     try:
         with urllib.request.urlopen(address, timeout=5) as answer:
-            return answer.status == 200
+            return json.load(answer) if answer.status == 200 else None
     except OSError:
-        return False
+        return None
+
+
+def ended(job, within_s=420):
+    """Wait until a submitted job has ended; returns how, and what it wrote."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        told = answered(job)
+        if told and told["status"] in ("SUCCEEDED", "FAILED", "STOPPED"):
+            written = answered(f"{job}/logs")
+            if written is not None:
+                return told["status"], written["logs"]
+        time.sleep(0.5)
+    raise AssertionError(f"{job} has not ended within {within_s} s: {told}")
 
 
 @contextlib.contextmanager
@@ -66,7 +81,7 @@ def cluster(folder):
         jobs = f"http://127.0.0.1:{ports[1]}"
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            if answers(f"{jobs}/api/jobs/"):
+            if answered(f"{jobs}/api/jobs/") is not None:
                 break
             assert head.poll() is None, (folder / "ray.log").read_text()[-2000:]
             time.sleep(0.2)
@@ -103,11 +118,14 @@ def test_a_job_that_is_submitted_to_a_running_ray_is_watched(assets, tmp_path):
     words += openrlhf_job.flags(assets, tmp_path, **SMALL | {"reward__remote_url": "reward.py"})
     with cluster(tmp_path) as (address, jobs):
         submitted = subprocess.run(
-            [RAY, "job", "submit", "--address", jobs, "--working-dir", str(folder), "--",
+            [RAY, "job", "submit", "--address", jobs, "--working-dir", str(folder), "--no-wait",
+             "--submission-id", "watched", "--",
              sys.executable, "-m", "nereus_plugins.openrlhf", *words],
             env=openrlhf_job.environment(tmp_path, 8) | {"RAY_ADDRESS": address},
-            capture_output=True, text=True, timeout=420, check=False,
+            capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
-    assert submitted.returncode == 0, submitted.stdout[-6000:] + submitted.stderr[-2000:]
-    assert "[nereus] on: openrlhf, mode observe (records only)" in submitted.stdout
+        assert submitted.returncode == 0, submitted.stdout[-6000:] + submitted.stderr[-2000:]
+        how, output = ended(f"{jobs}/api/jobs/watched")
+    assert how == "SUCCEEDED", output[-6000:]
+    assert "[nereus] on: openrlhf, mode observe (records only)" in output
     ended_well(tmp_path / "run")

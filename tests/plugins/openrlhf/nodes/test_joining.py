@@ -60,6 +60,92 @@ def test_engines_and_ranks_go_to_devices_that_ray_has_free_and_leave_them(assets
     require_sound_end(ran, records, tmp_path, steps=5)
 
 
+def test_ranks_of_critic_reward_and_reference_go_to_devices_that_join_and_leave_them(
+    assets, tmp_path
+):
+    """In a PPO job with all four models; the critic's state is for a while on no other device."""
+    ran, records, events = adapt(
+        assets,
+        tmp_path,
+        {
+            "1": {
+                "critic/train": [[0], ["free:0"]],
+                "reward/infer": [[0], ["free:0"]],
+                "ref/infer": [[0], ["free:1"]],
+            },
+            "2": {
+                "critic/train": [["free:0"]],
+                "reward/infer": [["free:1"]],
+                "ref/infer": [[0]],
+            },
+            "3": {"critic/train": [[0]], "reward/infer": [[0]]},
+        },
+        max_devices=5,
+        gpus=5,
+        algo__advantage__estimator="gae",
+        algo__kl__use_loss=False,
+        algo__kl__estimator="k1",
+        reward__remote_url=None,
+        reward__model_name_or_path=assets / "judge",
+        reward__num_nodes=1,
+        reward__num_gpus_per_node=1,
+        critic__num_gpus_per_node=1,
+        train__colocate_actor_ref=True,
+        train__colocate_critic_reward=True,
+        data__max_samples=40,
+    )
+    one, two, three = records
+    own = held(one, "before")
+    assert len(own) == 3
+    for stage in ("critic/train", "reward/infer", "ref/infer"):
+        assert layouts(one, stage) == [1, 1]
+    (critic,), (reward,) = (
+        two["after"]["plan"][s]["units"] for s in ("critic/train", "reward/infer")
+    )
+    assert {*critic, *reward} == held(one, "after") - own
+    assert held(three, "after") == own
+    assert [record["before"]["free"] for record in records] == [2, 0, 0]
+    assert [record["after"]["free"] for record in records] == [0, 0, 2]
+    for record in records:
+        assert set(record["after"]["at"]) == {"actor/train", "critic/train"}
+        require_same_state(record)
+        require_same_tokens(record)
+    done = [event for event in events if isinstance(event, TransitionFinished)]
+    assert [event.outcome for event in done] == ["done"] * 3
+    require_sound_end(ran, records, tmp_path, steps=5)
+
+
+def test_an_asynchronous_job_generates_on_a_device_that_joins_and_leaves_it(assets, tmp_path):
+    """For two steps it is the only one: what is generated then comes from there."""
+    ran, records, events = adapt(
+        assets,
+        tmp_path,
+        {
+            "1": {"actor/generate": [["free:0"]]},
+            "3": {"actor/generate": [[0]]},
+        },
+        max_devices=3,
+        gpus=3,
+        train__async_enable=True,
+        data__max_samples=40,
+        **NO_REFERENCE,
+    )
+    one, back = records
+    own = held(one, "before")
+    assert len(own) == 2
+    ((joined,),) = one["after"]["plan"]["actor/generate"]["units"]
+    assert joined not in own
+    assert held(back, "after") == own
+    assert [record["before"]["free"] for record in records] == [1, 0]
+    assert [record["after"]["free"] for record in records] == [0, 1]
+    for record in records:
+        require_same_state(record)
+        require_same_tokens(record)
+    done = [event for event in events if isinstance(event, TransitionFinished)]
+    assert [event.outcome for event in done] == ["done"] * 2
+    require_sound_end(ran, records, tmp_path, steps=5, kl=0.1)
+
+
 def test_a_job_spreads_to_a_node_that_comes_and_leaves_it_when_ray_drains_it(assets, tmp_path):
     """What to do is Nereus's own decision. Ray ends the node when nothing is left there."""
     ran, (came, notice, end), events = adapt(
