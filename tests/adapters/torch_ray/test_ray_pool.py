@@ -87,6 +87,25 @@ def test_what_cannot_be_is_named_and_nothing_is_left(nodes):
     pool.close()
 
 
+def test_settings_cross_as_bytes():
+    """An actor is a plain class: what it is given can be read on any node."""
+    from nereus_adapters.torch.ray_pool.actor import SeatActor
+
+    assert pickle.loads(pickle.dumps(SeatActor)) is SeatActor
+
+
+def test_a_seat_that_does_not_come_up_in_time_is_named_with_its_node_and_its_limit(nodes):
+    nodes.add()
+    opened = RayPool("cpu", {"node0": 1}, address=nodes.address, start_s=90.0)
+    try:
+        opened._start_s = 0.01  # the placement above has had its own
+        what = r"waited 0\.01 s for seat node0:0 to come up on Ray node [0-9a-f]+: .*start_s"
+        with pytest.raises(WaitTimeout, match=what):
+            opened.start([FIRST])
+    finally:
+        opened.close()
+
+
 def test_a_cluster_that_cannot_be_joined_is_left_alone(nodes, monkeypatch, caplog):
     """One of another version of Ray, which happens to run on this machine."""
     nodes.add()
@@ -113,22 +132,3 @@ def test_a_cluster_that_cannot_be_joined_is_left_alone(nodes, monkeypatch, caplo
             pool.start([FIRST, SECOND])
     finally:
         pool.close()
-
-
-def test_settings_cross_as_bytes():
-    """An actor is a plain class: what it is given can be read on any node."""
-    from nereus_adapters.torch.ray_pool.actor import SeatActor
-
-    assert pickle.loads(pickle.dumps(SeatActor)) is SeatActor
-
-
-def test_a_seat_that_does_not_come_up_in_time_is_named_with_its_node_and_its_limit(nodes):
-    nodes.add()
-    opened = RayPool("cpu", {"node0": 1}, address=nodes.address, start_s=90.0)
-    try:
-        opened._start_s = 0.01  # the placement above has had its own
-        what = r"waited 0\.01 s for seat node0:0 to come up on Ray node [0-9a-f]+: .*start_s"
-        with pytest.raises(WaitTimeout, match=what):
-            opened.start([FIRST])
-    finally:
-        opened.close()
