@@ -22,7 +22,7 @@ from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.resuming import Piece, fill
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.shards import digest, of_engine
-from nereus_adapters.verl.standing import Ranks, train_units
+from nereus_adapters.verl.standing import Ranks, rank_order, train_units
 from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
@@ -125,6 +125,14 @@ def test_a_degree_that_follows_shard_groups_has_to_be_theirs_from_the_start():
         Ulysses.of(facts(engine("actor", 2)), follow)
     with pytest.raises(ConfigError, match=r"critic\.model\.use_remove_padding=true"):
         Ulysses.of(facts(engine("critic", 1, packs=False)), follow)
+
+
+def test_ranks_follow_devices_unless_the_job_numbers_its_own_otherwise():
+    first, second, third = DEVICES[:3]
+    assert rank_order([second], [first, third]) == (first, second, third)
+    assert rank_order([first, second], []) == (first, second)
+    assert rank_order([second, first], [third]) == (second, first, third)
+    assert rank_order([third, second], [first]) == (third, second, first)
 
 
 def test_bundles_are_cut_where_neighbors_end():
