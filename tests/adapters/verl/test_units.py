@@ -4,10 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from nereus_adapters.verl import rebuild
 from nereus_adapters.verl.bundles import Bundle, runs
 from nereus_adapters.verl.cuts import ROWS
 from nereus_adapters.verl.driven import consumed
@@ -133,6 +137,18 @@ def test_ranks_follow_devices_unless_the_job_numbers_its_own_otherwise():
     assert rank_order([first, second], []) == (first, second)
     assert rank_order([second, first], [third]) == (second, first, third)
     assert rank_order([third, second], [first]) == (third, second, first)
+
+
+def test_what_is_computed_after_ranks_have_parted_lies_on_the_mesh_that_they_made_then():
+    parted = SimpleNamespace(_nereus_recipe={}, worker_dict={})
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+            whole = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+            assert whole.to(torch.float64).device_mesh is mesh
+        finally:
+            rebuild.park(parted)
 
 
 def test_bundles_are_cut_where_neighbors_end():
