@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import empty_models, restore_random, take_optimizer
-from nereus_adapters.verl.meshes import forget_meshes
 from nereus_adapters.verl.shards import staged
 from nereus_core.errors import PrimitiveError
 
@@ -258,6 +257,5 @@ def _node() -> str:
 def _free() -> None:
     from verl.utils.device import get_torch_device
 
-    forget_meshes()
     gc.collect()
     get_torch_device().empty_cache()

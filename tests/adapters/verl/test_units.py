@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nereus_adapters.verl import rebuild
 from nereus_adapters.verl.bundles import Bundle, runs
 from nereus_adapters.verl.cuts import ROWS
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
+from nereus_adapters.verl.meshes import forget_meshes
 from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec
@@ -140,7 +140,6 @@ def test_ranks_follow_devices_unless_the_job_numbers_its_own_otherwise():
 
 
 def test_what_is_computed_after_ranks_have_parted_lies_on_the_mesh_that_they_made_then():
-    parted = SimpleNamespace(_nereus_recipe={}, worker_dict={})
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -148,7 +147,8 @@ def test_what_is_computed_after_ranks_have_parted_lies_on_the_mesh_that_they_mad
             whole = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
             assert whole.to(torch.float64).device_mesh is mesh
         finally:
-            rebuild.park(parted)
+            dist.destroy_process_group()
+        forget_meshes(None)
 
 
 def test_bundles_are_cut_where_neighbors_end():
