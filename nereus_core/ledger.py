@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from nereus_core.adapter import Fingerprint, Receipt
-from nereus_core.capabilities import Capabilities
+from nereus_core.capabilities import Capabilities, Feature
 from nereus_core.cluster import Device
 from nereus_core.errors import (
     DevicesBusy,
@@ -191,6 +191,9 @@ class Ledger:
         support = self._capabilities.of(kind_of(op), model_stage_of(op).stage)
         if support is None or not support.at(self._version):
             raise Unsupported(str(op), support.reason if support else "undeclared", op)
+        stages = self._capabilities.features.get(Feature.PIPELINE_STAGES)
+        if stages and not stages.at(self._version) and any(u.layout.pp > 1 for u in created(op)):
+            raise Unsupported(str(op), stages.reason, op)
 
     def _require_free(self, op: Primitive, mine: frozenset[Device]) -> None:
         holders = [

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from nereus_core.adapter import Fingerprint
-from nereus_core.capabilities import Capabilities, since, unsupported
+from nereus_core.capabilities import Capabilities, Feature, since, unsupported
 from nereus_core.cluster import Cluster
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import (
@@ -143,6 +143,16 @@ def test_what_is_not_declared_is_refused_with_the_declared_reason():
     assert Ledger(newer, backend_version="2.0").perform(
         GROW, lambda: STANDING, lambda op, units, enter: Done()
     )
+
+
+def test_pipeline_stages_that_are_not_declared_are_refused_whatever_the_model_allows():
+    features = {Feature.PIPELINE_STAGES: unsupported("no pipelines")}
+    can = replace(Capabilities.everything(), features=features)
+    op = replace(GROW, unit=Unit(GROW.unit.id, Layout(1, 2), (D[2], D[3])))
+    by_rows = replace(JOB, row_cut=frozenset({ACTOR_TRAIN}))
+    with pytest.raises(Unsupported, match="no pipelines"):
+        Ledger(can).perform(op, lambda: replace(STANDING, job=by_rows), never)
+    assert Ledger(can).perform(GROW, lambda: STANDING, lambda op, units, enter: Done())
 
 
 def test_primitives_overlap_in_time_only_on_disjoint_devices():

@@ -36,13 +36,11 @@ def refuse(op: Primitive, running: Running) -> None:
     """Raise unless OpenRLHF can have the units that a primitive makes.
 
     Raises:
-        Unsupported: pipeline parallelism, or ZeRO-3 under tensor parallelism.
+        Unsupported: ZeRO-3 under tensor parallelism.
         Infeasible: a device has no room, or an engine would lie across nodes.
     """
     stage, args = model_stage_of(op), running.args
     for unit in created(op):
-        if unit.layout.pp > 1:
-            raise Unsupported(str(op), "OpenRLHF has no pipeline parallelism", op)
         if stage != ACTOR_GENERATE and unit.layout.tp > 1 and args.ds.zero_stage == 3:
             raise Unsupported(str(op), "DeepSpeed's AutoTP does not go with ZeRO-3", op)
         if stage == ACTOR_GENERATE:

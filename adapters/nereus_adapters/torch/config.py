@@ -118,7 +118,8 @@ class BackendSection(_Section):
     nodes: int = Field(1, ge=1)
     """Nodes to spread the seats over; only names in the local pool, Ray nodes in the Ray pool."""
     address: str | None = None
-    """Of the Ray cluster; by default that of RAY_ADDRESS or this machine's, else a new one."""
+    """Of the Ray cluster; by default that of RAY_ADDRESS or this machine's, else a new one, as for
+    ``local``."""
     resources: Mapping[str, float] = Field(default_factory=dict)
     """Ray resources of one seat; one GPU, or one CPU, by default."""
     threads: int = Field(1, ge=1)

@@ -77,7 +77,9 @@ class TorchHarness:
         self._device, self._hf_config, self._wait_s = device, hf_config, wait_s
         self._owns_pool = pool is None
         self._cluster = _cluster(device)
-        backend = validated(BackendSection, {"pool": pool_kind, "device": device}, at="backend")
+        # Of its own: a cluster that this machine happens to run is somebody's.
+        section = {"pool": pool_kind, "device": device, "address": "local"}
+        backend = validated(BackendSection, section, at="backend")
         self.pool = pool or open_pool(backend, self._cluster)
         self.pool.require(4)
         self._folder = tempfile.TemporaryDirectory(prefix="nereus-harness-")

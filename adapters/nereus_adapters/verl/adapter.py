@@ -33,6 +33,7 @@ from nereus_adapters.verl.standing import (
     devices_of,
     free_devices,
     is_hybrid,
+    rank_order,
     replicas_of,
     rollout_units,
     train_units,
@@ -109,7 +110,7 @@ class VerlAdapter(LedgerAdapter):
         )  # fmt: skip
         share = None if self._hybrid else float(rollout.gpu_memory_utilization)
         self._fitting = Fitting.of(self._job, ranks.facts[0], share)
-        self._order = (*own, *spare)
+        self._order = rank_order(own, spare)
         self._units = UnitMap([*train_units(ranks), *rollout_units(replicas, of_worker)])
         self.linked = self._units
         self._parked = UnitMap()
@@ -328,8 +329,6 @@ class VerlAdapter(LedgerAdapter):
     def _require_runs(self, op: Primitive) -> None:
         """Raise Infeasible unless new units are runs of devices in the order of ranks."""
         for unit in created(op):
-            if unit.layout.pp > 1:
-                raise Unsupported(str(op), "verl's FSDP engine has no pipeline stages", op)
             places = [self._order.index(d) for d in unit.devices]
             run = list(range(places[0], places[0] + len(places)))
             # Between ranks of separate_async lie replicas' devices; the switch knows who they are.

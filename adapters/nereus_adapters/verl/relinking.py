@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nereus_adapters.ray_calls import call_all
+from nereus_adapters.ray_calls import call_all, gathered
 from nereus_adapters.verl import rebuild
 from nereus_adapters.verl.fleet import Fleet
+from nereus_adapters.verl.meshes import forget_meshes
 from nereus_adapters.verl.rollouts import Rollouts
 from nereus_adapters.verl.standing import ROLES, is_hybrid
 from nereus_adapters.verl.ulysses import Ulysses
@@ -104,6 +105,12 @@ def rewire(
                 fleet.workers(new), rebuild.build, awaited="engines of another layout",
                 timeout_s=timeout_s, each=changed,
             )  # fmt: skip
+    # By a method of verl's own: these run on a thread of their own.
+    told = {
+        device: worker.execute_with_func_generator.remote(forget_meshes)
+        for device, worker in fleet.workers(new).items()
+    }
+    gathered(told, awaited="old meshes to be forgotten", timeout_s=timeout_s)
     if is_hybrid(trainer):
         _serve(fleet, rollouts, new, units, timeout_s)
 

@@ -41,6 +41,11 @@ SEAMS = (
     Seam("verl.single_controller.base.worker", "Worker.get_dispatch_collect", ("self",)),
     Seam(
         "verl.single_controller.base.worker",
+        "Worker.execute_with_func_generator",
+        ("self", "func"),
+    ),
+    Seam(
+        "verl.single_controller.base.worker",
         "Worker.set_dispatch_collect",
         ("self", "mesh_name", "dispatch_dp_rank", "collect_dp_rank"),
     ),

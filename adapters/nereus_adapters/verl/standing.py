@@ -108,6 +108,16 @@ def free_devices(held: Sequence[Device], wanted: int) -> tuple[Device, ...]:
     return tuple(found[:wanted])
 
 
+def rank_order(own: Sequence[Device], spare: Sequence[Device]) -> tuple[Device, ...]:
+    """Order devices as ranks on them are numbered, whichever of them hold ranks.
+
+    Units lie on runs of it. Those that the job has keep their order. Where that is the order of
+    devices, all are in it, as in the plans that are made: a job on GPU 1 may come to have GPU 0.
+    """
+    both = (*own, *spare)
+    return tuple(sorted(both)) if list(own) == sorted(own) else both
+
+
 def replicas_of(trainer: Any) -> list[Any]:
     """Return all rollout replicas of a trainer."""
     both = ("llm_server_manager", "standalone_server_manager")

@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import ray
 
 from nereus_adapters.torch.ray_pool.pool import RayPool
 from nereus_adapters.torch.wire import SeatError
@@ -103,3 +104,31 @@ def test_a_seat_that_does_not_come_up_in_time_is_named_with_its_node_and_its_lim
             opened.start([FIRST])
     finally:
         opened.close()
+
+
+def test_a_cluster_that_cannot_be_joined_is_left_alone(nodes, monkeypatch, caplog):
+    """One of another version of Ray, which happens to run on this machine."""
+    nodes.add()
+    join = ray.init
+
+    def init(address, **options):
+        with monkeypatch.context() as patch:
+            if address == "auto":
+                address = nodes.address
+                patch.setattr(ray, "__version__", "2.0.0")
+            return join(address=address, **options)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    pool = RayPool("cpu", {"node0": 1})
+    try:
+        assert "is left alone: Version mismatch" in caplog.text
+        pool.start([FIRST])
+        assert pool.alive == {FIRST}
+        theirs = {node.node_id for node in nodes.cluster.list_all_nodes()}
+        assert pool.node_id(FIRST) not in theirs
+        ray.util.remove_placement_group(pool._nodes._group)
+        with pytest.raises(SeatDead, match="Ray has no node for node0 now"):
+            pool.start([FIRST, SECOND])
+    finally:
+        pool.close()

@@ -4,15 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from nereus_adapters.verl.bundles import Bundle, runs
 from nereus_adapters.verl.cuts import ROWS
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
+from nereus_adapters.verl.meshes import forget_meshes
 from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec
@@ -22,7 +26,7 @@ from nereus_adapters.verl.relinking import assembly
 from nereus_adapters.verl.resuming import Piece, fill
 from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.shards import digest, of_engine
-from nereus_adapters.verl.standing import Ranks, train_units
+from nereus_adapters.verl.standing import Ranks, rank_order, train_units
 from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
@@ -125,6 +129,26 @@ def test_a_degree_that_follows_shard_groups_has_to_be_theirs_from_the_start():
         Ulysses.of(facts(engine("actor", 2)), follow)
     with pytest.raises(ConfigError, match=r"critic\.model\.use_remove_padding=true"):
         Ulysses.of(facts(engine("critic", 1, packs=False)), follow)
+
+
+def test_ranks_follow_devices_unless_the_job_numbers_its_own_otherwise():
+    first, second, third = DEVICES[:3]
+    assert rank_order([second], [first, third]) == (first, second, third)
+    assert rank_order([first, second], []) == (first, second)
+    assert rank_order([second, first], [third]) == (second, first, third)
+    assert rank_order([third, second], [first]) == (third, second, first)
+
+
+def test_what_is_computed_after_ranks_have_parted_lies_on_the_mesh_that_they_made_then():
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+            whole = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+            assert whole.to(torch.float64).device_mesh is mesh
+        finally:
+            dist.destroy_process_group()
+        forget_meshes(None)
 
 
 def test_bundles_are_cut_where_neighbors_end():

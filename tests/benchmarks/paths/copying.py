@@ -24,7 +24,7 @@ from nereus_adapters.torch.reading import copied, own_window
 
 PIECE = 64 * 2**20
 _CHUNK = 4 * 2**20
-"""As seats read (`reading.CHUNK_BYTES`)."""
+"""Seats read less at a time, to digest it in the cache; a copy alone is quickest like this."""
 
 
 def path(role: Role) -> None:

@@ -70,9 +70,10 @@ class SeatNodes:
 
     def placed(self) -> dict[str, str]:
         """Return the id of the Ray node under each of the job's nodes that has one now."""
-        bundles = placement_group_table(self._group)["bundles_to_node_id"]
+        found = placement_group_table(self._group)  # empty where Ray does not know the group
+        bundles = {} if found.get("state", "REMOVED") == "REMOVED" else found["bundles_to_node_id"]
         alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
-        return {node: bundles[k] for node, k in self._index.items() if bundles[k] in alive}
+        return {node: bundles[k] for node, k in self._index.items() if bundles.get(k) in alive}
 
     def remove(self) -> None:
         """Give the resources back; ends the actors that are left."""

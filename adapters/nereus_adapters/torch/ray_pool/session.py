@@ -11,6 +11,9 @@ import ray
 
 from nereus_core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _NICE = {"worker_niceness": 0}
 """Of a Ray that is started here: its own 15 lets seats starve beside any other busy process."""
 _ANSWER_S = 10.0
@@ -28,8 +31,9 @@ class Session:
         """Connect, unless this process is connected already.
 
         Args:
-            address: as `ray.init` takes it; None joins the cluster of RAY_ADDRESS or of this
-                machine, and starts one where there is none.
+            address: as `ray.init` takes it, ``local`` starts a cluster; None joins that of
+                RAY_ADDRESS or of this machine, and starts one where this machine has none that
+                lets it join.
             num_seats: where a cluster is started, it counts at least as many CPUs.
 
         Raises:
@@ -42,23 +46,33 @@ class Session:
             self._users += 1
 
     def _connect(self, address: str | None, num_seats: int) -> None:
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        address = address or os.environ.get("RAY_ADDRESS")
+        if address == "local" or not self._joined(address):
+            ray.init(
+                address="local",
+                num_cpus=max(num_seats, os.cpu_count() or 1),
+                include_dashboard=False,
+                _system_config=_NICE if "RAY_worker_niceness" not in os.environ else {},
+                **_QUIET,
+            )
+
+    def _joined(self, address: str | None) -> bool:
+        """Join a cluster; say whether there was one, where none was asked for."""
         try:
             if address is not None:
                 _require_answer(address)
-            ray.init(address=address or "auto", **quiet)
+            ray.init(address=address or "auto", **_QUIET)
         except (OSError, RuntimeError, ValueError) as error:
+            # What has begun to join keeps its reader of that cluster's state for the next.
+            ray.shutdown()
             if address is not None:
                 first = str(error).splitlines()[0]
                 raise ConfigError("backend.address", f"{address!r}: {first}") from error
-            num_cpus = max(num_seats, os.cpu_count() or 1)
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                _system_config=_NICE if "RAY_worker_niceness" not in os.environ else {},
-                **quiet,
-            )
+            if not isinstance(error, ConnectionError):
+                why = " ".join(str(error).split())
+                logger.warning("The Ray cluster of this machine is left alone: %s", why)
+            return False
+        return True
 
     def leave(self) -> None:
         """Disconnect, if nobody else is left and the connection is ours."""
