@@ -6,7 +6,8 @@ trainers have been defined, each registered class is replaced in place by one of
 looks at ``config.nereus`` when a trainer is built. Without ``enable`` verl's own class is built.
 
 With ``nereus.backend.engine=tp``, the environment that the driver gives to the job's processes
-names Nereus as the vendor of engines, and each of them makes Nereus's own known to verl.
+names Nereus as the vendor of engines, and each of them makes Nereus's own known to verl; and it
+says how many pipeline stages units start with (``nereus.backend.pipeline_stages``).
 
 The registry keeps its keys: verl picks the replay buffer by the name of the trainer mode.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,8 @@ from nereus_plugins.post_import import after_import
 FRAMEWORK = "verl"
 VENDOR_KEY, VENDOR = "VERL_ENGINE_VENDOR", "nereus"
 """How verl picks an engine: verl.workers.engine.base.EngineRegistry.get_engine_cls."""
+STAGES_KEY = "NEREUS_PIPELINE_STAGES"
+"""Where Nereus's engine reads how many stages its units start with."""
 _SWITCHED_ON = ("nereus.enable=true", "nereus.enable=1", "nereus.enable=yes", "nereus.enable=on")
 
 
@@ -91,9 +95,11 @@ def _vendor(module: Any) -> None:
     @functools.wraps(once)
     def environment(config: Any = None) -> Any:
         found = once(config)
-        if _own_engine(config):
+        backend = _own_engine(config)
+        if backend is not None:
             _require_no_other(found["env_vars"].get(VENDOR_KEY) or os.environ.get(VENDOR_KEY))
             found["env_vars"][VENDOR_KEY] = VENDOR
+            found["env_vars"][STAGES_KEY] = str(backend.get("pipeline_stages", 1))
         return found
 
     module.get_ppo_ray_runtime_env = environment
@@ -111,16 +117,16 @@ def _require_no_other(vendor: str | None) -> None:
         )
 
 
-def _own_engine(config: Any) -> bool:
-    """Whether a job's configuration asks for Nereus's own engine; raises ConfigError."""
+def _own_engine(config: Any) -> Mapping[str, Any] | None:
+    """Return `backend` of a job that asks for Nereus's own engine; raises ConfigError."""
     keys = config.get("nereus") if config is not None else None
     if keys is None:
-        return False
+        return None
     from nereus_plugins.verl_trainer import asked
 
     settings = asked(config)
     if settings is None or settings.backend.get("engine") != "tp":
-        return False
+        return None
     if str(config.trainer.v1.trainer_mode) == "separate_async":
         from nereus_core.errors import ConfigError
 
@@ -129,7 +135,7 @@ def _own_engine(config: Any) -> bool:
             "backend.engine",
             "it is 'tp'; separate_async keeps weights aside that are all cut alike",
         )
-    return True
+    return settings.backend
 
 
 def _register(module: ModuleType) -> None:

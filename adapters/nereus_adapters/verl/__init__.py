@@ -5,6 +5,7 @@ Importing this package imports neither verl nor Ray; the hooks do when they are 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nereus_adapters.verl.seams import SEAMS
@@ -43,9 +44,19 @@ CAPABILITIES = Capabilities(
             tracking=_ISSUE,
         ),
         Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
-        Feature.PIPELINE_STAGES: unsupported("verl's FSDP engine has no pipeline stages"),
+        Feature.PIPELINE_STAGES: unsupported(
+            "verl's FSDP engine has no pipeline stages (Nereus's own has: backend.engine=tp)"
+        ),
     },
 )
+
+
+def capabilities_with(engine: str) -> Capabilities:
+    """Return what holds of a job that trains with an engine (``backend.engine``)."""
+    if engine != "tp":
+        return CAPABILITIES
+    features = {**CAPABILITIES.features, Feature.PIPELINE_STAGES: full()}
+    return replace(CAPABILITIES, features=features)
 
 
 _WITH_THE_SWITCH = KnownFailure(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import empty_models, restore_random, take_optimizer
+from nereus_adapters.verl.pipeline import STAGES_FIELD
 from nereus_adapters.verl.shards import staged
 from nereus_core.errors import PrimitiveError
 
@@ -48,6 +49,9 @@ class Seat:
 
     role: str
     shard_size: int
+    """Ranks that hold a copy."""
+    stages: int
+    """Of a pipeline, among which they hold it."""
     unit: str
     sequence_ranks: int
     """Ranks that share each sequence."""
@@ -128,6 +132,7 @@ def build(worker: Any, seats: tuple[Seat, ...]) -> None:
     for seat in seats:
         config, loss = recipe(worker)["roles"][seat.role]
         object.__setattr__(config.engine_config, "fsdp_size", seat.shard_size)
+        object.__setattr__(config.engine_config, STAGES_FIELD, seat.stages)
         config.engine_config.ulysses_sequence_parallel_size = seat.sequence_ranks
         outer = _outer(worker, seat.role) if seat.role in ("actor", "ref") else None
         _drop(worker, outer, seat.role)
@@ -217,18 +222,18 @@ def _drop(worker: Any, outer: Any, role: str) -> None:
     else:
         held = worker.worker_dict[role]
         engine, held.engine = getattr(held, "engine", None), None
-    _leave(*(getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh")))
+    meshes = (getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh"))
+    _leave(*meshes, groups=getattr(engine, "pipeline_groups", ()))
 
 
-def _leave(*meshes: Any) -> None:
+def _leave(*meshes: Any, groups: tuple[Any, ...] = ()) -> None:
     """Leave the process groups of meshes that nothing will use: on accelerators they hold memory.
 
     All ranks do, in the same order.
     """
-    groups = {
-        id(group): group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()
-    }
-    for group in groups.values():
+    of_meshes = (group for mesh in meshes if mesh is not None for group in mesh.get_all_groups())
+    every = {id(group): group for group in (*of_meshes, *groups)}
+    for group in every.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 

@@ -200,7 +200,7 @@ def fill(room: torch.Tensor, box: Box, pieces: list[Piece], what: str) -> None:
 def _piece(saved: torch.Tensor, rank: int) -> Piece:
     """Say where in the whole tensor a rank's part lies, from the mesh that was saved with it.
 
-    Source: torch.distributed.tensor.Shard(0), which cuts as ``torch.chunk`` does (`shard_boxes`).
+    Source: torch.distributed.tensor.Shard(0), which cuts as ``torch.chunk`` does (`Cut.boxes`).
     """
     from torch.distributed.tensor import DTensor
 
