@@ -104,7 +104,7 @@ def outcome(case: Case) -> dict:
         from nereus_adapters.verl.resuming import fill_engine
 
         fill_engine(engine, "actor", Path(case.reads), torch.distributed.get_world_size())
-        return {"outputs": inferred(engine, case)}
+        return {"outputs": inferred(engine, case), "moments": moments_of(engine)}
     found = {"outputs": inferred(engine, case), "losses": [], "grad_norms": []}
     for step in range(STEPS):
         with engine.train_mode():
@@ -119,11 +119,7 @@ def outcome(case: Case) -> dict:
         engine.lr_scheduler_step()
     found["after"] = inferred(engine, case)
     found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-    moments = {
-        name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
-        for name, parameter in engine.module.named_parameters()
-    }
-    found["moments"] = {n: tensor for stage in gathered(moments) for n, tensor in stage.items()}
+    found["moments"] = moments_of(engine)
     if case.saves:
         engine.save_checkpoint(case.saves, global_step=STEPS)
     found["facts"] = dict(cut_elements(engine))
@@ -131,6 +127,15 @@ def outcome(case: Case) -> dict:
     found["elements"] = gathered(sum(tensor.numel() for tensor in local))
     assert all(torch.isfinite(tensor).all() for tensor in found["weights"].values())
     return found
+
+
+def moments_of(engine):
+    """Return second moments by name, of all stages."""
+    mine = {
+        name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
+        for name, parameter in engine.module.named_parameters()
+    }
+    return {name: tensor for stage in gathered(mine) for name, tensor in stage.items()}
 
 
 def whole(tensor):
