@@ -1,10 +1,11 @@
 """moving: the state of new units, sent shard to shard along the core's routes.
 
 The boxes of an FSDP2 shard group are cuts of each parameter's first dimension, those of
-tensor-parallel ranks of one or the other, each stage of a pipeline its own layers; `routes` intersects those that are needed with those that
-are there, so that each byte a rank lacks is sent once, from the nearest holder. Pieces travel
-through Ray's object store, from the rank that holds them to the rank that needs them, a bounded
-number of bytes at a time; no rank ever holds a whole tensor that it does not need.
+tensor-parallel ranks of one or the other, each stage of a pipeline its own layers; `routes`
+intersects those that are needed with those that are there, so that each byte a rank lacks is sent
+once, from the nearest holder. Pieces travel through Ray's object store, from the rank that holds
+them to the rank that needs them, a bounded number of bytes at a time; no rank ever holds a whole
+tensor that it does not need.
 """
 
 from __future__ import annotations

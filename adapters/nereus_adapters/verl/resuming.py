@@ -254,7 +254,8 @@ def _place(mesh: Any, rank: int) -> list[int]:
     if TENSOR_PARALLEL in names:
         # A mesh of one stage tells this process's ranks in place of those of the saved stage. That
         # of the tp engine cuts along one dimension alone, whose ranks are consecutive.
-        return [rank % n if d == TENSOR_PARALLEL else 0 for d, n in zip(names, mesh.shape, strict=True)]
+        sizes = zip(names, mesh.shape, strict=True)
+        return [rank % size if name == TENSOR_PARALLEL else 0 for name, size in sizes]
     return list((mesh.mesh == rank).nonzero()[0].tolist())
 
 

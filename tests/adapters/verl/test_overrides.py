@@ -72,6 +72,20 @@ def test_pools_are_spelled_where_they_change():
         overrides(current, plan((1, 1), (4, 1), (4, 1), (4, 1), lopsided), FSDP, follows=False)
 
 
+def test_stages_of_nereus_own_engine_are_spelled_where_all_roles_have_as_many():
+    current, wanted = plan((1, 1), (1, 1), (1, 1), (1, 1)), plan((1, 1), (2, 2), (1, 2), (2, 2))
+    words = overrides(current, wanted, FSDP, follows=False, own=True)
+    assert "++nereus.backend.pipeline_stages=2" in words
+    assert "actor_rollout_ref.actor.fsdp_config.fsdp_size=4" in words
+    assert not any("nereus" in word for word in overrides(current, wanted, FSDP, follows=False))
+    mixed = plan((1, 1), (2, 2), (1, 2), (2, 1))
+    with pytest.raises(ValueError, match="units of 1,2 pipeline stages start in one job"):
+        overrides(current, mixed, FSDP, follows=False, own=True)
+    assert "++nereus.backend.pipeline_stages=2" in overrides(
+        mixed, wanted, FSDP, follows=False, own=True
+    )
+
+
 def test_megatron_words_are_taken_by_verls_own_command_line():
     current = plan((1, 1), (8, 1), (8, 1), (8, 1))
     wanted = plan((4, 1), (2, 4), (1, 2), (4, 1))

@@ -9,11 +9,12 @@ from nereus_plugins.verl_trainer import built
 pytestmark = pytest.mark.real
 
 
-def config(engine):
+def config(engine, **more):
     """What the plugin reads of a job that is to be watched alone."""
+    backend = {"engine": engine, **more}
     return OmegaConf.create(
         {
-            "nereus": {"enable": True, "mode": "observe", "backend": {"engine": engine}},
+            "nereus": {"enable": True, "mode": "observe", "backend": backend},
             "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}},
             "trainer": {"v1": {"trainer_mode": "sync"}},
         }
@@ -29,6 +30,16 @@ def test_another_vendor_of_engines_is_not_overridden(monkeypatch):
     with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR='mindspeed' asks for another"):
         get_ppo_ray_runtime_env(config("tp"))
     assert "nereus" not in get_ppo_ray_runtime_env(config("verl"))["env_vars"].values()
+
+
+def test_the_jobs_processes_are_told_how_many_stages_units_start_with(monkeypatch):
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+    monkeypatch.delenv("VERL_ENGINE_VENDOR", raising=False)
+    for keys, said in (({}, "1"), ({"pipeline_stages": 2}, "2")):
+        told = get_ppo_ray_runtime_env(config("tp", **keys))["env_vars"]
+        assert told["NEREUS_PIPELINE_STAGES"] == said
+    assert "NEREUS_PIPELINE_STAGES" not in get_ppo_ray_runtime_env(config("verl"))["env_vars"]
 
 
 def test_what_refuses_nereus_ends_a_job_of_its_own_engine_in_every_mode(capsys):

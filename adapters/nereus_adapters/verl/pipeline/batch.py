@@ -52,18 +52,16 @@ def run(
     outputs: list[dict[str, Any]] = []
 
     def forward(index: int) -> None:
-        link.came = link.leaves = None
         if stage == stages - 1:
             leaves, output = passes.finish(micro_batches[index])
             outputs.append(output)
         else:
             passes.pass_on(micro_batches[index])
-            assert link.leaves is not None
-            leaves = link.leaves
+            leaves = link.leaving()
             link.send(leaves)
+        came = link.clear()
         if not forward_only:
-            flights[index] = _Flight(link.came, leaves)
-        link.came = link.leaves = None
+            flights[index] = _Flight(came, leaves)
 
     def backward(index: int) -> None:
         flight = flights.pop(index)

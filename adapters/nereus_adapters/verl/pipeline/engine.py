@@ -80,8 +80,10 @@ class Pipelined:
         self._whole = {name: p.detach().to("meta") for name, p in module.named_parameters()}
         precision = self.engine_config.mixed_precision or {}
         config: Any = module.config
+        forward, backward = self.pipeline_groups
         self._link = Link(
-            *self.pipeline_groups,
+            forward,
+            backward,
             int(config.get_text_config().hidden_size),
             PrecisionType.to_dtype(precision.get("param_dtype", "bf16")),
             verl_fsdp.get_device_id(),

@@ -43,6 +43,17 @@ class Link:
         self.came.requires_grad_(torch.is_grad_enabled())
         return self.came
 
+    def leaving(self) -> torch.Tensor:
+        """Return the activations that leave this stage."""
+        if self.leaves is None:
+            raise RuntimeError("no layer of a later stage was asked: the model's forward skips it")
+        return self.leaves
+
+    def clear(self) -> torch.Tensor | None:
+        """End a micro-batch; returns what came for it, if anything."""
+        came, self.came, self.leaves = self.came, None, None
+        return came
+
     def send(self, leaves: torch.Tensor) -> None:
         """Send activations to the stage after."""
         self._send(leaves.detach().to(self._dtype), self._forward, self._stage + 1)

@@ -41,7 +41,7 @@ def layer_of_each(model: nn.Module) -> dict[str, int]:
             f"{kind}: {groups[0][0]} and {groups[0][1]} are one and the same "
             "(tie_word_embeddings), and lie in its first and its last stage",
         )
-    prefix = f"{model.base_model_prefix}."  # type: ignore[operator]  # a string
+    prefix = f"{model.base_model_prefix}."
     found = {}
     for name, _ in model.named_parameters():
         inside = name.removeprefix(prefix) if name.startswith(prefix) else None
@@ -101,7 +101,7 @@ def keep(model: nn.Module, layers: range, link: Link) -> None:
         model.set_submodule(name, stub)
 
 
-class Entry(nn.Module):
+class Entry(nn.Module):  # type: ignore[misc]  # torch is known at run time only
     """In place of the embedding: awaits what the stage before has made of the same tokens."""
 
     def __init__(self, link: Link) -> None:
@@ -113,7 +113,7 @@ class Entry(nn.Module):
         return self._link.receive(tokens.shape)
 
 
-class Before(nn.Module):
+class Before(nn.Module):  # type: ignore[misc]
     """In place of a layer of a stage before."""
 
     attention_type: Any
@@ -124,11 +124,11 @@ class Before(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what came, whatever a model has made of it since (Gemma scales embeddings)."""
-        assert self._link.came is not None
-        return self._link.came
+        came: Any = self._link.came
+        return came
 
 
-class After(nn.Module):
+class After(nn.Module):  # type: ignore[misc]
     """In place of a layer of a stage after."""
 
     attention_type: Any
@@ -143,7 +143,7 @@ class After(nn.Module):
         return hidden_states
 
 
-class Skipped(nn.Module):
+class Skipped(nn.Module):  # type: ignore[misc]
     """In place of what comes after the layers."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -151,8 +151,8 @@ class Skipped(nn.Module):
         return hidden_states
 
 
-def _base(model: nn.Module) -> nn.Module:
-    return model.base_model  # type: ignore[return-value]  # transformers' property
+def _base(model: Any) -> Any:
+    return model.base_model
 
 
 def _text_config(model: nn.Module) -> Any:

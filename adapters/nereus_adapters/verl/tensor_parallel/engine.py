@@ -47,10 +47,12 @@ class TensorParallel:
         if world % degree:
             raise Unsupported(FEATURE, f"fsdp_size={degree} does not divide {world} ranks")
         copies, stages, tp = self._init_stages(world, degree)
-        shape, names = (copies, 1, tp), ("ddp", "fsdp", TENSOR_PARALLEL)
-        if stages > 1:
-            shape, names = (copies, 1, stages, tp), ("ddp", "fsdp", PIPELINE, TENSOR_PARALLEL)
-        self.device_mesh = init_device_mesh(verl_fsdp.device_name, shape, mesh_dim_names=names)
+        sizes = {"ddp": copies, "fsdp": 1, PIPELINE: stages, TENSOR_PARALLEL: tp}
+        if stages == 1:
+            del sizes[PIPELINE]
+        self.device_mesh = init_device_mesh(
+            verl_fsdp.device_name, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
         self.ulysses_device_mesh = self.ulysses_parallel_group = None
         self.ulysses_sequence_parallel_size, self.use_ulysses_sp = 1, False
 
