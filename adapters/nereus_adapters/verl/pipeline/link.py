@@ -6,6 +6,7 @@ the other's queue. Nothing of a shape is sent: all stages of a unit have the sam
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class Link:
         self._forward, self._backward = forward, backward
         self._hidden, self._dtype, self._device = hidden, dtype, device
         self._stage = dist.get_rank(forward)
-        self._under_way: list[tuple[Any, torch.Tensor]] = []
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
         self.came: torch.Tensor | None = None
         """Activations of the micro-batch at hand, from the stage before; a leaf of its graph."""
         self.leaves: torch.Tensor | None = None
@@ -55,7 +56,13 @@ class Link:
         return came
 
     def send(self, leaves: torch.Tensor) -> None:
-        """Send activations to the stage after."""
+        """Send activations to the stage after; awaits older ones that it has not taken yet.
+
+        With 1F1B no more than its stages are under way; without backward passes nothing else holds
+        a stage back from computing, and keeping, a whole batch.
+        """
+        while len(self._under_way) > 2 * dist.get_world_size(self._forward):
+            self._under_way.popleft()[0].wait()
         self._send(leaves.detach().to(self._dtype), self._forward, self._stage + 1)
 
     def receive_back(self, leaves: torch.Tensor) -> torch.Tensor:
@@ -68,9 +75,8 @@ class Link:
 
     def settle(self) -> None:
         """Await what was sent."""
-        sent, self._under_way = self._under_way, []
-        for work, _ in sent:
-            work.wait()
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
 
     def _await(self, shape: Sequence[int], group: Any, stage: int) -> torch.Tensor:
         room = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
