@@ -52,6 +52,8 @@ class Pipelined:
         """Return (copies, stages, tensor-parallel ranks); ``degree`` ranks hold a copy."""
         configured = getattr(self.engine_config, STAGES_FIELD, None)
         self.stages = int(configured or os.environ.get(STAGES_KEY) or 1)
+        if world == 1:  # a new process, until it joins the others
+            self.stages = 1
         if degree % self.stages:
             raise Unsupported(FEATURE, f"{self.stages} stages do not divide {degree} ranks")
         copies, tp = world // degree, degree // self.stages
