@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from nereus_adapters.verl.bundles import Bundle, runs
-from nereus_adapters.verl.cuts import ROWS
+from nereus_adapters.verl.cuts import ROWS, Cut, rank_boxes
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
 from nereus_adapters.verl.meshes import forget_meshes
-from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec
 from nereus_adapters.verl.recorder import Recorder
@@ -69,11 +68,43 @@ def test_megatron_ranks_run_over_tp_then_units_then_stages():
     assert places == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+def test_ranks_of_nereus_own_engine_run_over_tp_then_stages_then_units():
+    ranks = Ranks(DEVICES, (None,) * 8, (facts(engine("actor", 2, 2, tensor_parallel=True)),) * 8)
+    places = [[d.index for d in unit.devices] for unit in train_units(ranks)]
+    assert places == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@settings(deadline=None)
+@given(num_layers=st.integers(1, 9), data=st.data())
+def test_every_element_lies_in_one_stage_on_one_rank_of_it_or_on_all(num_layers, data):
+    pp, tp = data.draw(st.integers(1, num_layers)), data.draw(st.integers(1, 3))
+    cuts = {
+        f"{layer}.{dim}": Cut(dim, uneven=dim == 0, layer=layer)
+        for layer in range(num_layers)
+        for dim in (0, 1, None)
+    }
+    shape = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
+    found = rank_boxes(dict.fromkeys(cuts, shape), cuts, num_layers, Layout(tp, pp))
+    assert len(found) == tp * pp
+    for name in cuts:
+        holders = [index for index, boxes in enumerate(found) if name in boxes]
+        assert holders == [holders[0] // tp * tp + rank for rank in range(tp)]  # of one stage
+        boxes = [found[index][name] for index in holders]
+        copies = 1 if any(box.shape != shape for box in boxes) else tp
+        assert sum(box.num_elements for box in boxes) == copies * shape[0] * shape[1]
+    stages = [
+        next(i for i, boxes in enumerate(found) if f"{n}.0" in boxes) // tp
+        for n in range(num_layers)
+    ]
+    assert stages == sorted(stages)
+    assert set(stages) == set(range(pp))
+
+
 @settings(deadline=None)
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 8))
 def test_boxes_are_cut_as_torch_cuts(rows, ranks):
-    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    boxes = [found["w"] for found in shard_boxes({"w": (rows, 3)}, unit, {"w": ROWS})]
+    found = rank_boxes({"w": (rows, 3)}, {"w": ROWS}, 1, Layout(ranks, 1))
+    boxes = [boxes["w"] for boxes in found]
     chunks = torch.arange(rows * 3).reshape(rows, 3).chunk(ranks)
     assert [box.shape[0] for box in boxes if box.num_elements] == [len(c) for c in chunks]
     assert [box.offset[0] for box in boxes[: len(chunks)]] == [int(c[0, 0]) // 3 for c in chunks]
@@ -305,8 +336,7 @@ def test_a_part_that_is_in_no_file_is_named():
 
 
 def piece_of(whole, ranks, rank):
-    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    box = shard_boxes({"w": tuple(whole.shape)}, unit, {"w": ROWS})[rank]["w"]
+    box = rank_boxes({"w": tuple(whole.shape)}, {"w": ROWS}, 1, Layout(ranks, 1))[rank]["w"]
     return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
 
 
