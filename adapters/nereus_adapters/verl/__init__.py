@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nereus_adapters.verl.seams import SEAMS
-from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
+from nereus_core.capabilities import Capabilities, Feature, full, unsupported
 from nereus_core.declaration import AdapterDeclaration, KnownFailure
 from nereus_core.errors import WrongHandle
 from nereus_core.hookspecs import hookimpl
@@ -38,11 +38,6 @@ CAPABILITIES = Capabilities(
         **dict.fromkeys(Feature, full()),
         Feature.UNIT_LOSS: unsupported("verl's trainer ends with the first rank that it loses"),
         Feature.PARTIAL_ROLLOUT: unsupported("requests in flight are verl's own to resume"),
-        Feature.ASYNC_BOUNDARY: not_yet(
-            "separate_async is changed live (tests/adapters/verl/test_async.py), but the harness "
-            "starts synchronous jobs alone",
-            tracking=_ISSUE,
-        ),
         Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
         Feature.PIPELINE_STAGES: unsupported(
             "verl's FSDP engine has no pipeline stages (Nereus's own has: backend.engine=tp)"

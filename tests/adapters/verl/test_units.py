@@ -27,9 +27,10 @@ from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.standing import Ranks, rank_order, train_units
 from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
+from nereus_adapters.verl.waiting import until
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
-from nereus_core.errors import ConfigError, PlanError, PrimitiveError
+from nereus_core.errors import ConfigError, PlanError, PrimitiveError, WaitTimeout
 from nereus_core.layout import Layout
 from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -412,8 +413,23 @@ def test_samples_are_those_of_the_batch_that_was_trained_on():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stand": "nowhere", "pool": "ray"}, {"stands": "nowhere"}]
+    "options",
+    [
+        {},
+        {"stand": "nowhere", "pool": "ray"},
+        {"stands": "nowhere"},
+        {"trainer": "colocate_async"},
+        {"stand": "nowhere", "trainer": "separate_async"},
+    ],
 )
 def test_options_that_the_harness_does_not_know_are_refused(options):
-    with pytest.raises(ConfigError, match="expected stand=MODULE alone"):
+    with pytest.raises(ConfigError, match="expected stand=MODULE"):
         VerlHarness.of(options)
+
+
+def test_a_wait_ends_with_its_condition_or_names_it():
+    looks = iter([0, 0, 3])
+    until(lambda: next(looks), "a third look", 30.0)
+    assert list(looks) == []
+    with pytest.raises(WaitTimeout, match="what never comes"):
+        until(lambda: False, "what never comes", 0.0)
