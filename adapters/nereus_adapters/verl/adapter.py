@@ -131,7 +131,8 @@ class VerlAdapter(LedgerAdapter):
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, ulysses, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
-        self.gate = Gate(self._timeouts.boundary_s)
+        asynchronous = trainer.trainer_mode != "sync"
+        self.gate = Gate(self._timeouts.boundary_s, asynchronous=asynchronous)
         self._lock = threading.RLock()
 
     # --- Reading ------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from nereus_adapters.verl.standing import ROLES
 from nereus_core.cluster import Device
 from nereus_core.config import NereusConfig
 from nereus_core.events import EventLog
-from nereus_core.gate import Gate
 from nereus_core.plan import Plan
 from nereus_core.transition import compile_transition, execute
 from nereus_core.units import Unit, UnitId
@@ -113,8 +112,6 @@ class Running:
         }
         config = NereusConfig.of({"adapter": "verl", "mode": "adapt", "backend": backend})
         self.adapter = VerlAdapter(self.trainer, config)
-        # A trainer comes to its boundaries by itself; a case asks for them from another thread.
-        self.adapter.gate = Gate(config.timeouts.boundary_s, asynchronous=self.asynchronous)
         _take_in(self.adapter.fleet, self._seats)
         self._seats = _seats(self.adapter.fleet)
         return self.adapter
