@@ -37,7 +37,10 @@ CAPABILITIES = Capabilities(
     features={
         **dict.fromkeys(Feature, full()),
         Feature.UNIT_LOSS: unsupported("verl's trainer ends with the first rank that it loses"),
-        Feature.PARTIAL_ROLLOUT: unsupported("requests in flight are verl's own to resume"),
+        Feature.PARTIAL_ROLLOUT: unsupported(
+            "requests in flight are verl's own client's to resume: of vLLM's replicas it does so, "
+            "from verl 0.9.1 on; SGLang's end with theirs"
+        ),
         Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
         Feature.PIPELINE_STAGES: unsupported(
             "verl's FSDP engine has no pipeline stages (Nereus's own has: backend.engine=tp)"
