@@ -6,8 +6,7 @@ trainers have been defined, each registered class is replaced in place by one of
 looks at ``config.nereus`` when a trainer is built. Without ``enable`` verl's own class is built.
 
 With ``nereus.backend.engine=tp``, the environment that the driver gives to the job's processes
-names Nereus as the vendor of engines, and each of them makes Nereus's own known to verl; and it
-says how many pipeline stages units start with (``nereus.backend.pipeline_stages``).
+names Nereus as the vendor of engines, and each of them makes Nereus's own known to verl.
 
 The registry keeps its keys: verl picks the replay buffer by the name of the trainer mode.
 """
@@ -26,8 +25,6 @@ from nereus_plugins.post_import import after_import
 FRAMEWORK = "verl"
 VENDOR_KEY, VENDOR = "VERL_ENGINE_VENDOR", "nereus"
 """How verl picks an engine: verl.workers.engine.base.EngineRegistry.get_engine_cls."""
-STAGES_KEY = "NEREUS_PIPELINE_STAGES"
-"""Where Nereus's engine reads how many stages its units start with."""
 _SWITCHED_ON = ("nereus.enable=true", "nereus.enable=1", "nereus.enable=yes", "nereus.enable=on")
 
 
@@ -98,8 +95,8 @@ def _vendor(module: Any) -> None:
         backend = _own_engine(config)
         if backend is not None:
             _require_no_other(found["env_vars"].get(VENDOR_KEY) or os.environ.get(VENDOR_KEY))
-            found["env_vars"][VENDOR_KEY] = VENDOR
-            found["env_vars"][STAGES_KEY] = str(backend.get("pipeline_stages", 1))
+            needed = _registry().ask(FRAMEWORK, "nereus_environment", backend=backend)
+            found["env_vars"].update(needed)
         return found
 
     module.get_ppo_ray_runtime_env = environment
@@ -145,12 +142,17 @@ def _register(module: ModuleType) -> None:
     """
     if os.environ.get(VENDOR_KEY) != VENDOR:
         return
+    _registry().ask(FRAMEWORK, "nereus_register_engine")
+
+
+def _registry() -> Any:
+    """Return the registry, with the hooks of this room."""
     from nereus_core.registry import Registry
     from nereus_plugins import hookspecs
 
     registry = Registry.load()
     registry.add_hookspecs(hookspecs)
-    registry.ask(FRAMEWORK, "nereus_register_engine")
+    return registry
 
 
 after_import("verl.trainer.constants_ppo", _vendor)

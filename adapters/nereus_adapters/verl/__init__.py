@@ -5,6 +5,7 @@ Importing this package imports neither verl nor Ray; the hooks do when they are 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,19 @@ def nereus_register_engine(name: str) -> bool | None:
 
     register()
     return True
+
+
+@hookimpl(optionalhook=True)  # the plugin room's own
+def nereus_environment(name: str, backend: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Name Nereus as the vendor of engines, and the stages that units start with."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.pipeline import STAGES_KEY
+    from nereus_adapters.verl.settings import VerlSettings
+    from nereus_adapters.verl.tensor_parallel import VENDOR, VENDOR_KEY
+
+    stages = VerlSettings.of(backend).stages_at_start
+    return {VENDOR_KEY: VENDOR, STAGES_KEY: json.dumps(stages)}
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own

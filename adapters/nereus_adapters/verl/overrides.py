@@ -50,14 +50,14 @@ def overrides(
 
     Raises:
         ValueError: verl has no words for it: nodes with different numbers of devices, or stages
-            that its engine cannot cut, or that differ from role to role of Nereus's own.
+            that its engine cannot cut.
     """
     there, then = (dict(_keys(plan, engines, follows, own)) for plan in (current, wanted))
-    if "," in then.get(_STAGES, ""):
-        raise ValueError(f"units of {then[_STAGES]} pipeline stages start in one job")
     gone = {key.lstrip("+"): "null" for key in there if key not in then}
     new = {key: value for key, value in then.items() if there.get(key) != value}
-    return tuple(f"{key}={value}" for key, value in {**new, **gone}.items())
+    words = (f"{key}={value}" for key, value in {**new, **gone}.items())
+    # A shell would take braces apart.
+    return tuple(f"'{word}'" if "{" in word else word for word in words)
 
 
 def _keys(
@@ -73,8 +73,9 @@ def _keys(
         if stage in plan and role in engines:
             yield from _engine_keys(role, plan[stage].layout, engines[role], follows)
     if own:
-        stages = {plan[stage].layout.pp for stage in ROLES.values() if stage in plan}
-        yield _STAGES, ",".join(map(str, sorted(stages)))
+        stages = {role: plan[stage].layout.pp for role, stage in ROLES.items() if stage in plan}
+        each = ",".join(f"{role}:{number}" for role, number in stages.items())
+        yield _STAGES, f"{{{each}}}"
     layout = plan[ACTOR_GENERATE].layout
     yield f"{_ROLLOUT}.tensor_model_parallel_size", str(layout.tp)
     yield f"{_ROLLOUT}.pipeline_model_parallel_size", str(layout.pp)

@@ -140,9 +140,18 @@ def require_engine(facts: WorkerFacts, settings: VerlSettings) -> None:
 
 
 def require_stages(facts: WorkerFacts, settings: VerlSettings) -> None:
-    """Raise ConfigError where plans may have pipeline stages, and no engine can."""
+    """Raise ConfigError where pipeline stages are not those asked for, or none can have any."""
     if settings.most_stages == 1 or not facts.engines:
         return
+    for engine in facts.engines:
+        asked = settings.stages_at_start.get(engine.role, 1)  # type: ignore[call-overload]
+        if engine.layout.pp != asked:
+            raise ConfigError(
+                "backend.pipeline_stages",
+                f"it is {asked} for the {engine.role}, which started with {engine.layout.pp}; a "
+                "job of one rank has no stages, and others' processes have to be started by "
+                "verl's own command",
+            )
     reasons = [f"the {e.role}'s: {e.unpipelined}" for e in facts.engines if e.unpipelined]
     if len(reasons) == len(facts.engines):
         why = f"it is {settings.most_stages}, and no engine can have stages; {'; '.join(reasons)}"

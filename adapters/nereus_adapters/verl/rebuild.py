@@ -223,19 +223,20 @@ def _drop(worker: Any, outer: Any, role: str) -> None:
         held = worker.worker_dict[role]
         engine, held.engine = getattr(held, "engine", None), None
     meshes = (getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh"))
-    _leave(*meshes, groups=getattr(engine, "pipeline_groups", ()))
+    _leave(*meshes, group=getattr(engine, "return_group", None))
 
 
-def _leave(*meshes: Any, groups: tuple[Any, ...] = ()) -> None:
+def _leave(*meshes: Any, group: Any = None) -> None:
     """Leave the process groups of meshes that nothing will use: on accelerators they hold memory.
 
     All ranks do, in the same order.
     """
-    of_meshes = (group for mesh in meshes if mesh is not None for group in mesh.get_all_groups())
-    every = {id(group): group for group in (*of_meshes, *groups)}
-    for group in every.values():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    every = [g for mesh in meshes if mesh is not None for g in mesh.get_all_groups()]
+    if group is not None:
+        every.append(group)
+    for one in {id(g): g for g in every}.values():
+        if one is not dist.group.WORLD:
+            dist.destroy_process_group(one)
 
 
 def _forget_saved(outer: Any) -> None:

@@ -187,22 +187,14 @@ def _by_name(
     names = {id(p): name for name, p in engine.module.named_parameters()}
     own = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
     kept = [group["params"] for group in saved["param_groups"]]
-    if [len(group) for group in own] != [len(group) for group in kept]:
-        # One of the two is a stage of a pipeline: it has a part of the model's parameters.
-        if len(own) != 1 or len(kept) != 1:
-            raise PrimitiveError(
-                f"{path}: rank {rank} saved {len(kept)} groups of parameters, and there are "
-                f"{len(own)}; expected groups alike, or one of each where there are stages."
-            )
+    if len(own) == len(kept) == 1:
         whole = [*(getattr(engine, "shapes", None) or own[0])]
-        own = [whole]
-        if len(kept[0]) != len(whole):
-            own = [[name for name in whole if name in _read(path, "model", world, rank)]]
-        if len(own[0]) != len(kept[0]):
-            raise PrimitiveError(
-                f"{path}: rank {rank} saved moments of {len(kept[0])} parameters; its model file "
-                f"has {len(own[0])} of this model's {len(whole)}."
-            )
+        own = [_saved_names(whole, len(kept[0]), path, world, rank)]
+    if [len(group) for group in own] != [len(group) for group in kept]:
+        raise PrimitiveError(
+            f"{path}: rank {rank} saved groups of {[len(group) for group in kept]} parameters; "
+            f"expected {[len(group) for group in own]}, or one group where there are stages."
+        )
     state = saved["state"]
     return {
         name: state[index]
@@ -210,6 +202,23 @@ def _by_name(
         for name, index in zip(group, indices, strict=True)
         if index in state
     }
+
+
+def _saved_names(whole: list[str], number: int, path: Path, world: int, rank: int) -> list[str]:
+    """Return the names of the parameters that a rank saved, in their order.
+
+    A pipeline stage has some of the whole model's; which, its file of the model says.
+    """
+    if number == len(whole):
+        return whole
+    try:
+        here = set(_read(path, "model", world, rank))
+    except FileNotFoundError as error:
+        raise PrimitiveError(
+            f"{path}: rank {rank} saved moments of {number} of {len(whole)} parameters, and "
+            "no model file that says of which; save with checkpoint.save_contents=[model,...]."
+        ) from error
+    return [name for name in whole if name in here]
 
 
 def fill(room: torch.Tensor, box: Box, pieces: list[Piece], what: str) -> None:

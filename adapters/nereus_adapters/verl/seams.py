@@ -79,7 +79,6 @@ SEAMS = (
     Seam(_ENGINE, "FSDPEngine._gradient_sync_context", ("self", "is_last_micro_batch")),
     Seam(_ENGINE, "FSDPEngine.optimizer_step", ("self",)),
     Seam(_ENGINE, "FSDPEngine.get_per_tensor_param", ("self",)),
-    Seam(_ENGINE, "FSDPEngine.get_per_tensor_param_shard", ("self",)),
     Seam(_ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", ("self", "micro_batch")),
     Seam(
         _ENGINE,
@@ -96,6 +95,7 @@ SEAMS = (
     Seam("verl.utils.tensordict_utils", "assign_non_tensor"),
     Seam("verl.utils.tensordict_utils", "get_non_tensor_data", ("data", "key", "default")),
     Seam("verl.utils.torch_dtypes", "PrecisionType.to_dtype"),
+    Seam("verl.utils.model", "convert_weight_keys", ("state_dict", "model")),
     Seam("verl.utils.fsdp_utils", "apply_fsdp2", ("model", "fsdp_kwargs", "config")),
     Seam("verl.utils.fsdp_utils", "get_init_weight_context_manager", ("use_meta_tensor", "mesh")),
     Seam(

@@ -387,6 +387,12 @@ def test_a_replicas_weights_count_only_while_they_are_on_the_device(resident, we
     assert found == dict.fromkeys(DEVICES[:2], 7000 + weights)
 
 
+def test_a_peak_of_the_last_stage_alone_says_nothing_of_the_first():
+    job = SimpleNamespace(precision=FLOAT32, model=lambda _: SimpleNamespace(num_params=1000))
+    staged = Unit(UnitId(ACTOR_TRAIN, 0), Layout(1, 2), DEVICES[:2])
+    assert device_peaks({"actor": 7000}, UnitMap([staged]), job, resident=False) == {}
+
+
 def test_an_optimizer_without_steps_is_refused_by_name():
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

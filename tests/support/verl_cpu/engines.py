@@ -37,6 +37,10 @@ class Case:
     dtype: str = "fp32"
     packed: bool = False
     """Whether sequences are, without padding."""
+    dynamic: bool = False
+    """Whether micro-batches are cut by tokens."""
+    poisoned: bool = False
+    """Whether a gradient of rank 0 is infinite in a third step."""
     saves: str = ""
     """Folder of the checkpoint after two steps."""
     reads: str = ""
@@ -120,6 +124,8 @@ def outcome(case: Case) -> dict:
     found["after"] = inferred(engine, case)
     found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
     found["moments"] = moments_of(engine)
+    if case.poisoned:
+        found["poisoned"] = gathered(poisoned(engine, case))
     if case.saves:
         engine.save_checkpoint(case.saves, global_step=STEPS)
     found["facts"] = dict(cut_elements(engine))
@@ -127,6 +133,28 @@ def outcome(case: Case) -> dict:
     found["elements"] = gathered(sum(tensor.numel() for tensor in local))
     assert all(torch.isfinite(tensor).all() for tensor in found["weights"].values())
     return found
+
+
+def poisoned(engine, case):
+    """Step with an infinite gradient on rank 0; returns its norm, and if all is as it was."""
+    import torch
+
+    def state():
+        held = engine.optimizer.state
+        named = engine.module.named_parameters()
+        return {n: (whole(p).clone(), whole(held[p]["exp_avg"]).clone()) for n, p in named}
+
+    before = state()
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch(engine, case), loss_of(case))
+        if engine.rank == 0:
+            gradient = next(engine.module.parameters()).grad
+            getattr(gradient, "to_local", lambda: gradient)().view(-1)[0] = torch.inf
+        norm = engine.optimizer_step()
+    after = state()
+    same = all(torch.equal(a, b) for n in before for a, b in zip(before[n], after[n], strict=True))
+    return norm, same
 
 
 def moments_of(engine):
@@ -167,7 +195,8 @@ def built(case: Case):
         mixed_precision=precision,
         use_torch_compile=False,
     )
-    os.environ["NEREUS_PIPELINE_STAGES"] = str(case.stages)
+    role = "critic" if case.kind == "value_model" else "actor"
+    os.environ["NEREUS_PIPELINE_STAGES"] = json.dumps({role: case.stages})
     engine = EngineRegistry.new(
         model_type=case.kind,
         backend="fsdp2",
@@ -204,7 +233,8 @@ def batch(engine, case, step=0):
             "loss_mask": nested([torch.ones(len(row)) for row in mine]),
         },
         {
-            "use_dynamic_bsz": False,
+            "use_dynamic_bsz": case.dynamic,
+            "max_token_len_per_gpu": 24,
             "micro_batch_size_per_gpu": 2,
             "use_remove_padding": case.packed,
             "use_fused_kernels": False,

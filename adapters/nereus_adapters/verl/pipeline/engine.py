@@ -19,7 +19,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.fsdp import transformer_impl as verl_fsdp
 
-from nereus_adapters.verl.pipeline import STAGES_FIELD, STAGES_KEY
+from nereus_adapters.verl.pipeline import STAGES_FIELD, STAGES_KEY, stages_at_start
 from nereus_adapters.verl.pipeline.batch import Computed, run
 from nereus_adapters.verl.pipeline.link import Link
 from nereus_adapters.verl.pipeline.stages import FEATURE, keep, layer_of_each, num_layers
@@ -31,7 +31,7 @@ PIPELINE = "pp"
 
 
 class Pipelined:
-    """A rank is one of those that hold a stage; ``stages`` of them hold a copy."""
+    """A rank is one of those that hold a stage between them; ``stages`` stages make a copy."""
 
     stages: int
     stage: int
@@ -42,63 +42,76 @@ class Pipelined:
     """1 where the model can have no stages."""
     unpipelined: str | None
     """Why it can have none."""
-    pipeline_groups: tuple[Any, ...] = ()
-    """Process groups beside those of the mesh."""
+    return_group: Any = None
+    """Process group of the same ranks as the mesh's ``pp``; gradients come back in it."""
     _link: Link
     _whole: Mapping[str, torch.Tensor]
     """Of the whole model, empty tensors, by name."""
 
     def _init_stages(self: Any, world: int, degree: int) -> tuple[int, int, int]:
         """Return (copies, stages, tensor-parallel ranks); ``degree`` ranks hold a copy."""
+        role = _role(self)
         configured = getattr(self.engine_config, STAGES_FIELD, None)
-        self.stages = int(configured or os.environ.get(STAGES_KEY) or 1)
+        self.stages = int(configured or stages_at_start(os.environ.get(STAGES_KEY), role))
         if world == 1:  # a new process, until it joins the others
             self.stages = 1
         if degree % self.stages:
-            raise Unsupported(FEATURE, f"{self.stages} stages do not divide {degree} ranks")
+            raise Unsupported(
+                FEATURE,
+                f"the {role}'s units have {degree} ranks (fsdp_size), and {self.stages} stages "
+                "(nereus.backend.pipeline_stages) do not divide them",
+            )
         copies, tp = world // degree, degree // self.stages
         self.stage = dist.get_rank() % degree // tp
         if self.stages > 1:
             ranks = torch.arange(world).view(copies, self.stages, tp)
             lines = ranks.permute(0, 2, 1).reshape(-1, self.stages).tolist()
-            self.pipeline_groups = tuple(
-                dist.new_subgroups_by_enumeration(lines)[0] for _ in range(2)
-            )
+            self.return_group = dist.new_subgroups_by_enumeration(lines)[0]
         return copies, self.stages, tp
 
     def _place(self: Any, module: nn.Module) -> None:
         """Say where each parameter lies, and cut a module to this rank's stage."""
         try:
             self.layers, self.num_layers = layer_of_each(module), num_layers(module)
-            self.unpipelined = self._unpipelined()
+            self.unpipelined = self._unpipelined(module)
         except Unsupported as error:
             self.layers, self.num_layers, self.unpipelined = {}, 1, error.reason
         if self.stages == 1:
             return
-        if self.unpipelined is not None:
-            raise Unsupported(FEATURE, self.unpipelined)
-        if self.stages > self.num_layers:
-            raise Unsupported(FEATURE, f"{self.stages} stages of {self.num_layers} layers")
+        problem = self.unpipelined
+        if problem is None and self.stages > self.num_layers:
+            problem = f"{self.stages} stages of {self.num_layers} layers"
+        if problem is not None:
+            key = "nereus.backend.pipeline_stages"
+            raise Unsupported(FEATURE, f"of the {_role(self)} ({key}): {problem}")
         self._whole = {name: p.detach().to("meta") for name, p in module.named_parameters()}
         precision = self.engine_config.mixed_precision or {}
         config: Any = module.config
-        forward, backward = self.pipeline_groups
         self._link = Link(
-            forward,
-            backward,
+            self._line,
+            self.return_group,
             int(config.get_text_config().hidden_size),
             PrecisionType.to_dtype(precision.get("param_dtype", "bf16")),
             verl_fsdp.get_device_id(),
         )
         keep(module, layer_ranges(self.num_layers, self.stages)[self.stage], self._link)
 
-    def _unpipelined(self: Any) -> str | None:
+    @property
+    def _line(self: Any) -> Any:
+        """Process group of the ranks with this one's place in every stage of its copy."""
+        return self.device_mesh[PIPELINE].get_group()
+
+    def _unpipelined(self: Any, module: nn.Module) -> str | None:
         """Say which of the job's options stands against stages."""
-        precision = self.engine_config.mixed_precision or {}
+        precision, saves = self.engine_config.mixed_precision or {}, self.checkpoint_config
         if PrecisionType.to_dtype(precision.get("param_dtype", "bf16")) == torch.float16:
             return "fp16 scales the loss, and each stage would scale by itself"
-        if "hf_model" in self.checkpoint_config.save_contents:
+        if "hf_model" in saves.save_contents:
             return "checkpoint.save_contents has hf_model, which one stage has not all of"
+        if "optimizer" in saves.save_contents and "model" not in saves.save_contents:
+            return "checkpoint.save_contents has optimizer without model, which says whose it is"
+        if [*verl_fsdp.convert_weight_keys(module.state_dict(), module)] != [*self.layers]:
+            return "verl gives its parameters other names for rollouts"
         return None
 
     def is_mp_src_rank_with_outputs(self: Any) -> bool:
@@ -149,12 +162,13 @@ class Pipelined:
 
     def _clip(self: Any, parameters: Iterator[nn.Parameter], max_norm: float) -> torch.Tensor:
         own = list(parameters)
-        norm = get_total_norm([p.grad for p in own if p.grad is not None])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        square = norm.to(verl_fsdp.get_device_id()).square()
-        dist.all_reduce(square, group=self.pipeline_groups[0])
-        norm = square.sqrt()
+        found = get_total_norm([p.grad for p in own if p.grad is not None])
+        found = found.to(verl_fsdp.get_device_id())
+        if isinstance(found, DTensor):
+            found = found.full_tensor()
+        square = found.double().square()  # of a norm that float32 holds, and its square may not
+        dist.all_reduce(square, group=self._line)
+        norm = square.sqrt().to(found.dtype)
         clip_grads_with_norm_(own, max_norm, norm)
         return norm
 
@@ -174,19 +188,18 @@ class Pipelined:
         for name, layer in self.layers.items():
             stage = next(index for index, run in enumerate(runs) if layer in run)
             if stage == self.stage:
-                found, tensor = next(own)
-                assert found == name, f"{found} where {name} is due"
-                tensor = tensor.contiguous()
+                tensor = next(own)[1].contiguous()  # in the same order: `_unpipelined`
             else:
                 tensor = torch.empty_like(self._whole[name], device=device)
-            dist.broadcast(tensor, group=self.pipeline_groups[0], group_src=stage)
+            dist.broadcast(tensor, group=self._line, group_src=stage)
             yield name, tensor
 
-    def get_per_tensor_param_shard(self: Any, **kwargs: Any) -> Any:
-        """Refuse where a rank's shards are of its stage alone."""
-        if self.stages > 1:
-            raise Unsupported(FEATURE, "the delta checkpoint engine wants every shard of a model")
-        return super().get_per_tensor_param_shard(**kwargs)  # type: ignore[misc]
+
+def _role(engine: Any) -> str:
+    """Return the role of an engine, which verl does not tell it."""
+    if engine.model_type == "value_model":
+        return "critic"
+    return "ref" if engine.engine_config.forward_only else "actor"
 
 
 class _Passes:

@@ -58,8 +58,8 @@ class Link:
     def send(self, leaves: torch.Tensor) -> None:
         """Send activations to the stage after; awaits older ones that it has not taken yet.
 
-        With 1F1B no more than its stages are under way; without backward passes nothing else holds
-        a stage back from computing, and keeping, a whole batch.
+        With 1F1B that never happens; without backward passes nothing else holds a stage back from
+        computing, and keeping, a whole batch. With nccl it is the stream that waits.
         """
         while len(self._under_way) > 2 * dist.get_world_size(self._forward):
             self._under_way.popleft()[0].wait()

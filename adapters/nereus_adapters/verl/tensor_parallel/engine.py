@@ -82,7 +82,8 @@ class TensorParallel:
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self._place(module)
         self.cuts = {n: replace(cut, layer=self.layers.get(n, 0)) for n, cut in cuts.items()}
-        here = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
+        named = module.named_parameters(remove_duplicate=False)  # those that are tied too
+        here = {name.rpartition(".")[0] for name, _ in named}
         shares = {name: share for name, share in shares.items() if name in here}
         apply_fsdp2, load = verl_fsdp.apply_fsdp2, verl_fsdp.fsdp2_load_full_state_dict
 
