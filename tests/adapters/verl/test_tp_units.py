@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-from verl_cpu.engines import RATE, STEPS, Case, run_cases
+from verl_cpu.computed import ULPS, require_alike
+from verl_cpu.engines import Case, run_cases
 from verl_cpu.models import FAMILIES, randomized, tiny
 
 from nereus_adapters.verl.cuts import ROWS, Cut
@@ -34,8 +35,6 @@ WORLD = 4
 CLUSTER = Cluster.homogeneous(1, WORLD, CPU_SEAT, LOOPBACK, LOOPBACK)
 BETWEEN_S = 400
 """Four processes on two cores that others use too: chosen, not measured."""
-ULPS = 64 * 2**-23
-"""Of float32: sums over a few hundred terms, added up in another order, in two steps."""
 
 
 def cases(folder):
@@ -84,26 +83,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("kind", "degree"), PAIRS)
 def test_it_computes_and_learns_what_verls_own_engine_does(outcomes, kind, degree):
-    ours, verls = outcomes[f"{kind}-{degree}"], outcomes[f"{kind}-verl"]
-    assert "error" not in ours, ours
-    assert len(ours["grad_norms"]) == STEPS
-    assert all(ours["grad_norms"])
-    for key in ("outputs", "after"):
-        scale = verls[key].abs().max()
-        assert (ours[key] - verls[key]).abs().max() <= ULPS * scale, key
-    assert (verls["after"] - verls["outputs"]).abs().max() > 1e-3  # it has learned something
-    for key in ("losses", "grad_norms"):
-        assert ours[key] == pytest.approx(verls[key], rel=ULPS)
-    assert sorted(ours["weights"]) == sorted(verls["weights"])
-    for name, tensor in verls["weights"].items():
-        # Adam divides gradients by their size, so that the least ones' rounding shows.
-        allowed = ULPS * tensor.abs().max() + 0.01 * RATE
-        assert (ours["weights"][name] - tensor).abs().max() <= allowed, name
-    for name, moment in verls["moments"].items():
-        scale = moment.abs().max()
-        assert scale > 0, name
-        # Squares of gradients: twice their relative difference.
-        assert (ours["moments"][name] - moment).abs().max() <= 4 * ULPS * scale, name
+    require_alike(outcomes[f"{kind}-{degree}"], outcomes[f"{kind}-verl"])
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
