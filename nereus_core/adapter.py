@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from nereus_core.capabilities import Capabilities
 from nereus_core.cluster import Device
 from nereus_core.observation import Observation
 from nereus_core.phases import PhaseHook
@@ -52,6 +53,13 @@ class Boundary:
     stages: frozenset[ModelStage]
     step: int
     """RL steps completed when it opened."""
+
+
+@runtime_checkable
+class Capable(Protocol):
+    """An adapter that can do other things with this job than it declares of all jobs."""
+
+    capabilities: Capabilities
 
 
 @runtime_checkable

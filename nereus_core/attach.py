@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from nereus_core.adapter import Capable
 from nereus_core.config import NereusConfig
 from nereus_core.controller import Controller
 from nereus_core.events import EventLog
@@ -46,7 +47,9 @@ def attached(
             registry.notify,
             clock,
             veto=registry.veto,
-            capabilities=found.declaration.capabilities,
+            capabilities=adapter.capabilities
+            if isinstance(adapter, Capable)
+            else found.declaration.capabilities,
             backend_version=found.status.installed,
             measured=registry.efficiency_priors(job.cluster.device_spec.name, trained),
             journal=journal,

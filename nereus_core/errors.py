@@ -177,6 +177,7 @@ class Unsupported(PrimitiveError):
 
     def __init__(self, what: str, reason: str, op: object = None) -> None:
         super().__init__(f"{what} is not supported: {reason}", op)
+        self.reason = reason
 
 
 class Infeasible(PrimitiveError):

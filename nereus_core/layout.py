@@ -83,6 +83,9 @@ def stage_problems(job: Job, stage: ModelStage, layout: Layout) -> tuple[str, ..
         problems = list(layout_problems(model, layout))
         if not problems and stage in job.kv_heads_cut and model.num_kv_heads % layout.tp:
             problems.append(f"tp={layout.tp} does not divide num_kv_heads={model.num_kv_heads}")
+        most = job.most_stages.get(stage, layout.pp)
+        if layout.pp > most:
+            problems.append(f"pp={layout.pp} exceeds the {most} pipeline stages that it may have")
         return tuple(problems)
     problems = _head_problems(model, layout.tp) if job.sequence_parallel else []
     if layout.pp > 1:
@@ -96,7 +99,7 @@ def stage_layouts(
     """Enumerate the layouts that a model-stage may have, as `layouts` does for a model."""
     if stage not in job.row_cut:
         known = layouts(job.model(stage), max_devices, degrees)
-        if stage not in job.kv_heads_cut:
+        if stage not in job.kv_heads_cut and stage not in job.most_stages:
             return known
         return tuple(layout for layout in known if not stage_problems(job, stage, layout))
     return tuple(

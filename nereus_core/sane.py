@@ -48,6 +48,7 @@ def check_job(job: Job) -> None:
     shared = {"unit_batch": job.unit_batch, "device_batch": job.device_batch}
     positive |= {name: n for name, n in shared.items() if n is not None}
     positive |= {f"sequence_ranks of {s}": n for s, n in job.sequence_ranks.items()}
+    positive |= {f"most_stages of {s}": n for s, n in job.most_stages.items()}
     positive |= {f"micro_tokens of {s}": b.least for s, b in job.micro_tokens.items()}
     at_least_0 = {f"{cluster.device_spec.name} launch_s": cluster.device_spec.launch_s}
     for where, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node)):
@@ -62,7 +63,7 @@ def check_job(job: Job) -> None:
     if missing := sorted({s.model for s in job.workload.stages} - set(job.models)):
         problems.append(f"there is no model for {', '.join(missing)}")
     named = {*job.row_cut, *job.kv_heads_cut, *job.logits_whole}
-    named |= {*job.sequence_ranks, *job.micro_tokens}
+    named |= {*job.sequence_ranks, *job.micro_tokens, *job.most_stages}
     if strange := sorted(named - set(job.workload.stages)):
         problems.append(f"{strange[0]} is cut or shared, and is no stage of the job")
     if job.sequence_ranks and job.device_batch is None:

@@ -206,6 +206,9 @@ class Job:
     whatever heads there are; heads bind them where they share sequences (``sequence_parallel``)."""
     kv_heads_cut: frozenset[ModelStage] = frozenset()
     """Model-stages whose units cut key/value heads and copy none: tp must divide their number."""
+    most_stages: Mapping[ModelStage, int] = field(default_factory=dict)
+    """Pipeline stages that units of a model-stage may have; as many as layers where it is not
+    named."""
     logits_whole: frozenset[ModelStage] = frozenset()
     """Model-stages each of whose devices holds its unit's logits whole, whatever tp is: they are
     gathered for the loss."""

@@ -40,9 +40,11 @@ class Arranger:
         self._fixed: dict[tuple[Algorithm, int], list[StepResult]] = {}
 
     def job(self, algorithm: Algorithm = "grpo", *, asynchronous: bool = False) -> Job:
-        """Return the harness's job."""
+        """Return the harness's job; asynchronous where that is asked, or all of its jobs are."""
         job = self._harness.job(algorithm)
-        return replace(job, workload=replace(job.workload, asynchronous=asynchronous))
+        if not asynchronous:
+            return job
+        return replace(job, workload=replace(job.workload, asynchronous=True))
 
     def __call__(
         self,

@@ -26,6 +26,19 @@ def nereus_register_engine(name: str) -> bool | None:
 
 
 @hookspec(firstresult=True)
+def nereus_environment(name: str, backend: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Return what the job's processes need in their environment for the adapter's own engine.
+
+    *backend* is the adapter's part of the settings. Raises ConfigError where it makes no sense, as
+    long as nothing has started. Stops at the first result that is not None.
+
+    Called on: the driver.
+    Called when: a framework is about to start the processes of a job that has asked for the
+    adapter's own engine.
+    """
+
+
+@hookspec(firstresult=True)
 def nereus_saved_ranks(name: str, handle: Any, part: str, folder: Path) -> int | None:
     """Say how many ranks saved a checkpoint that the framework could not load itself.
 

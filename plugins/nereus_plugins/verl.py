@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -91,9 +92,11 @@ def _vendor(module: Any) -> None:
     @functools.wraps(once)
     def environment(config: Any = None) -> Any:
         found = once(config)
-        if _own_engine(config):
+        backend = _own_engine(config)
+        if backend is not None:
             _require_no_other(found["env_vars"].get(VENDOR_KEY) or os.environ.get(VENDOR_KEY))
-            found["env_vars"][VENDOR_KEY] = VENDOR
+            needed = _registry().ask(FRAMEWORK, "nereus_environment", backend=backend)
+            found["env_vars"].update(needed)
         return found
 
     module.get_ppo_ray_runtime_env = environment
@@ -111,16 +114,16 @@ def _require_no_other(vendor: str | None) -> None:
         )
 
 
-def _own_engine(config: Any) -> bool:
-    """Whether a job's configuration asks for Nereus's own engine; raises ConfigError."""
+def _own_engine(config: Any) -> Mapping[str, Any] | None:
+    """Return `backend` of a job that asks for Nereus's own engine; raises ConfigError."""
     keys = config.get("nereus") if config is not None else None
     if keys is None:
-        return False
+        return None
     from nereus_plugins.verl_trainer import asked
 
     settings = asked(config)
     if settings is None or settings.backend.get("engine") != "tp":
-        return False
+        return None
     if str(config.trainer.v1.trainer_mode) == "separate_async":
         from nereus_core.errors import ConfigError
 
@@ -129,7 +132,7 @@ def _own_engine(config: Any) -> bool:
             "backend.engine",
             "it is 'tp'; separate_async keeps weights aside that are all cut alike",
         )
-    return True
+    return settings.backend
 
 
 def _register(module: ModuleType) -> None:
@@ -139,12 +142,17 @@ def _register(module: ModuleType) -> None:
     """
     if os.environ.get(VENDOR_KEY) != VENDOR:
         return
+    _registry().ask(FRAMEWORK, "nereus_register_engine")
+
+
+def _registry() -> Any:
+    """Return the registry, with the hooks of this room."""
     from nereus_core.registry import Registry
     from nereus_plugins import hookspecs
 
     registry = Registry.load()
     registry.add_hookspecs(hookspecs)
-    registry.ask(FRAMEWORK, "nereus_register_engine")
+    return registry
 
 
 after_import("verl.trainer.constants_ppo", _vendor)

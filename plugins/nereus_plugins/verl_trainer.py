@@ -130,9 +130,7 @@ def asked(config: Any) -> NereusConfig | None:
     from omegaconf import OmegaConf
 
     keys: Any = OmegaConf.to_container(config.nereus, resolve=True)
-    sharded = str(config.actor_rollout_ref.actor.strategy).startswith("fsdp")
-    defaults = {"constraints": {"max_pp": 1}} if sharded else None  # FSDP has no pipeline stages
-    return settings_of(keys, adapter=FRAMEWORK, defaults=defaults)
+    return settings_of(keys, adapter=FRAMEWORK)
 
 
 def _bounded(settings: NereusConfig, config: Any) -> NereusConfig:

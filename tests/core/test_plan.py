@@ -6,7 +6,7 @@ import pytest
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import PlanError
-from nereus_core.layout import Layout
+from nereus_core.layout import Layout, stage_layouts
 from nereus_core.plan import Placement, Plan, check_plan, diff, plan_problems
 from nereus_core.sim.models import TINY
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -100,6 +100,17 @@ def test_units_that_cut_key_value_heads_take_no_more_ranks_than_there_are():
     assert plan_problems(plan(**both), JOB) == ()
     cut = replace(JOB, kv_heads_cut=frozenset({ACTOR_TRAIN}))
     assert plan_problems(plan(**both), cut) == ("actor/train: tp=4 does not divide num_kv_heads=2",)
+
+
+def test_units_have_no_more_pipeline_stages_than_a_framework_gives_them():
+    two = Placement.packed(Layout(1, 2), D)
+    assert plan_problems(plan(actor_train=two, actor_generate=two), JOB) == ()
+    most = replace(JOB, most_stages={ACTOR_TRAIN: 2, ACTOR_GENERATE: 1})
+    assert plan_problems(plan(actor_train=two, actor_generate=two), most) == (
+        "actor/generate: pp=2 exceeds the 1 pipeline stages that it may have",
+    )
+    assert {layout.pp for layout in stage_layouts(most, ACTOR_TRAIN, 4)} == {1, 2}
+    assert {layout.pp for layout in stage_layouts(most, ACTOR_GENERATE, 4)} == {1}
 
 
 def test_units_share_out_whole_micro_batches():

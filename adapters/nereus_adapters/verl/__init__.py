@@ -5,10 +5,12 @@ Importing this package imports neither verl nor Ray; the hooks do when they are 
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nereus_adapters.verl.seams import SEAMS
-from nereus_core.capabilities import Capabilities, Feature, full, not_yet, unsupported
+from nereus_core.capabilities import Capabilities, Feature, full, unsupported
 from nereus_core.declaration import AdapterDeclaration, KnownFailure
 from nereus_core.errors import WrongHandle
 from nereus_core.hookspecs import hookimpl
@@ -36,16 +38,24 @@ CAPABILITIES = Capabilities(
     features={
         **dict.fromkeys(Feature, full()),
         Feature.UNIT_LOSS: unsupported("verl's trainer ends with the first rank that it loses"),
-        Feature.PARTIAL_ROLLOUT: unsupported("requests in flight are verl's own to resume"),
-        Feature.ASYNC_BOUNDARY: not_yet(
-            "separate_async is changed live (tests/adapters/verl/test_async.py), but the harness "
-            "starts synchronous jobs alone",
-            tracking=_ISSUE,
+        Feature.PARTIAL_ROLLOUT: unsupported(
+            "requests in flight are verl's own client's to resume: of vLLM's replicas it does so, "
+            "from verl 0.9.1 on; SGLang's end with theirs"
         ),
         Feature.EFFICIENCY_PROBE: unsupported("verl times its phases, not classes of operations"),
-        Feature.PIPELINE_STAGES: unsupported("verl's FSDP engine has no pipeline stages"),
+        Feature.PIPELINE_STAGES: unsupported(
+            "verl's FSDP engine has no pipeline stages (Nereus's own has: backend.engine=tp)"
+        ),
     },
 )
+
+
+def capabilities_with(engine: str) -> Capabilities:
+    """Return what holds of a job that trains with an engine (``backend.engine``)."""
+    if engine != "tp":
+        return CAPABILITIES
+    features = {**CAPABILITIES.features, Feature.PIPELINE_STAGES: full()}
+    return replace(CAPABILITIES, features=features)
 
 
 _WITH_THE_SWITCH = KnownFailure(
@@ -121,6 +131,19 @@ def nereus_register_engine(name: str) -> bool | None:
 
     register()
     return True
+
+
+@hookimpl(optionalhook=True)  # the plugin room's own
+def nereus_environment(name: str, backend: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Name Nereus as the vendor of engines, and the stages that units start with."""
+    if name != NAME:
+        return None
+    from nereus_adapters.verl.pipeline import STAGES_KEY
+    from nereus_adapters.verl.settings import VerlSettings
+    from nereus_adapters.verl.tensor_parallel import VENDOR, VENDOR_KEY
+
+    stages = VerlSettings.of(backend).stages_at_start
+    return {VENDOR_KEY: VENDOR, STAGES_KEY: json.dumps(stages)}
 
 
 @hookimpl(optionalhook=True)  # the plugin room's own

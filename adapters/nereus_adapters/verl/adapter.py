@@ -15,12 +15,12 @@ from typing import Any
 import ray
 
 from nereus_adapters.ray_calls import call_all
-from nereus_adapters.verl import CAPABILITIES, shards
+from nereus_adapters.verl import capabilities_with, shards
 from nereus_adapters.verl.fitting import Fitting, serves
 from nereus_adapters.verl.fleet import Fleet
 from nereus_adapters.verl.moving import Move
 from nereus_adapters.verl.peaks import device_peaks
-from nereus_adapters.verl.reading import job_of, require_engine
+from nereus_adapters.verl.reading import job_of, require_engine, require_stages
 from nereus_adapters.verl.recorder import Recorder
 from nereus_adapters.verl.refusals import refusals
 from nereus_adapters.verl.rollouts import Rollouts
@@ -84,14 +84,16 @@ class VerlAdapter(LedgerAdapter):
     name = "verl"
 
     def __init__(self, trainer: Any, config: NereusConfig) -> None:
-        super().__init__(Ledger(CAPABILITIES))
-        self._trainer, self._timeouts = trainer, config.timeouts
         settings = VerlSettings.of(config.backend)
+        self.capabilities = capabilities_with(settings.engine)
+        super().__init__(Ledger(self.capabilities))
+        self._trainer, self._timeouts = trainer, config.timeouts
         self._refused = "; ".join(refusals(trainer))
         if self._refused and config.mode == "adapt":
             raise Unsupported("mode adapt", f"{self._refused}. Modes observe and advise work.")
         ranks = Ranks.of(trainer.actor_rollout_wg.workers, self._timeouts.primitive_s)
         require_engine(ranks.facts[0], settings)
+        require_stages(ranks.facts[0], settings)
         replicas = replicas_of(trainer)
         of_worker = devices_of(ranks, replicas, self._timeouts.primitive_s)
         own = tuple(dict.fromkeys(of_worker.values()))
@@ -129,7 +131,8 @@ class VerlAdapter(LedgerAdapter):
             self._switch = Switch(trainer, self.fleet, self.rollouts, self._order, ulysses, limit_s)
         self._observed = -1
         self._recorder = Recorder(trainer, self._job.max_response_tokens)
-        self.gate = Gate(self._timeouts.boundary_s)
+        asynchronous = trainer.trainer_mode != "sync"
+        self.gate = Gate(self._timeouts.boundary_s, asynchronous=asynchronous)
         self._lock = threading.RLock()
 
     # --- Reading ------------------------------------------------------------------------------

@@ -31,9 +31,10 @@ def spelled(config: Any, job: Job, backend: Mapping[str, Any], current: Plan, wa
         for role, stage in ROLES.items()
         if stage in wanted
     }
-    follows = VerlSettings.of(backend).ulysses == "follow"
+    settings = VerlSettings.of(backend)
+    follows, own = settings.ulysses == "follow", settings.engine == "tp"
     try:
-        words = overrides(current, wanted, engines, follows=follows)
+        words = overrides(current, wanted, engines, follows=follows, own=own)
     except ValueError as error:
         return f"(verl has no overrides for it: {error})"
     if follows:  # an old key beside an engine's own counts first where it is more than 1

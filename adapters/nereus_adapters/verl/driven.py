@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import ray
 
 from nereus_adapters.ray_calls import call_all
-from nereus_adapters.verl import behind, shards
+from nereus_adapters.verl import behind, draining, shards
 from nereus_adapters.verl.adapter import VerlAdapter
 from nereus_adapters.verl.fleet import Fleet, Seat
 from nereus_adapters.verl.paced import Paced
@@ -56,7 +56,9 @@ class Running:
     def __init__(self, config: Any, job: Job) -> None:
         from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
 
-        self.trainer = get_trainer_cls("sync")(config)
+        self.trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+        self.asynchronous = self.trainer.trainer_mode != "sync"
+        """Whether rollouts have prompts under way while it trains."""
         self.trainer._setup()
         self.trainer.replay_buffer.poll_interval = POLL_S
         self._loops = AgentLoopManagerTQ.create(
@@ -74,8 +76,9 @@ class Running:
         self._submitted: dict[str, int] = {}
         """Prompts that went to the rollout, in that order: verl's uid -> index in the data."""
         self._metrics: dict[str, Any] = {}
-        self._batch: Any = None
         self._fit: Paced | None = None
+        self._training = ExitStack()
+        """Left when what a step does after it has sampled is done."""
         self._wrap(config)
         self._seats: dict[Device, Seat] = {}
         self.adapter = self.attach(job)
@@ -139,12 +142,18 @@ class Running:
     def _wrap(self, config: Any) -> None:
         """Let the trainer stand at its boundaries, and say what it consumes and where it is."""
         trainer, each = self.trainer, int(config.actor_rollout_ref.rollout.n)
-        sync, submit, step = trainer.on_step_end, trainer._submit_batch_to_rollout, trainer.step
+        submit, step = trainer._submit_batch_to_rollout, trainer.step
+        self._sync, sampled = trainer.on_step_end, trainer.on_sample_end
 
         def on_step_end() -> Any:
             assert self._fit is not None  # it is what calls this
             self._fit.stand()
-            return sync()
+            with self._critical():
+                return self._sync()
+
+        def on_sample_end() -> Any:
+            self._training.enter_context(self._critical())
+            return sampled()
 
         def submitted(batch: Any) -> Any:
             indices = (int(index) for index in batch["index"])
@@ -153,15 +162,24 @@ class Running:
 
         def stepped(metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
             self._metrics = metrics
-            self._batch = step(metrics, timing_raw)
-            self.sample_ids = consumed(self._batch, self._submitted, each)
-            return self._batch
+            with self._training:
+                batch = step(metrics, timing_raw)
+            self.sample_ids = consumed(batch, self._submitted, each)
+            return batch
 
         trainer.on_step_end, trainer._submit_batch_to_rollout = on_step_end, submitted
-        trainer.step = stepped
+        trainer.on_sample_end, trainer.step = on_sample_end, stepped
         trainer.replay_buffer.sample = self._inside(trainer.replay_buffer.sample, ACTOR_GENERATE)
         for name, stage in _INSIDE.items():
             setattr(trainer, name, self._inside(getattr(trainer, name), stage))
+
+    def _critical(self) -> AbstractContextManager[None]:
+        """Be between the start of training and the weight synchronization that follows it.
+
+        Not in between: an asynchronous job stands at its boundary there. A synchronous one is at
+        none while a step is in flight.
+        """
+        return self.adapter.gate.critical() if self.asynchronous else nullcontext()
 
     def _inside(self, once: Callable[..., Any], stage: ModelStage) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -184,6 +202,8 @@ class Running:
 
     def _run(self, _: Paced) -> None:
         self.trainer.on_init_end()  # weights go to the rollout
+        if self.asynchronous:  # replicas that came between two runs wait for the end of a step
+            self.trainer.checkpoint_manager.resume_generation_replicas()
         self.trainer.fit(self._loops)
 
     # --- Looking --------------------------------------------------------------------------------
@@ -208,17 +228,15 @@ class Running:
     # --- Ending ---------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """End ``fit`` where it stands, and forget the batch that it had."""
+        """End ``fit`` where it stands, and forget what it had."""
         if self._fit is None:
             return
         self._fit.end()
         self._fit = None
+        if self.asynchronous:
+            draining.drain(self._sync, WAIT_S)
+        draining.forget()
         self._submitted.clear()
-        if self._batch is not None:
-            import transfer_queue
-
-            transfer_queue.kv_clear(keys=self._batch.keys, partition_id=self._batch.partition_id)
-            self._batch = None
 
     def _tidy(self) -> None:
         """Drop what primitives have staged and nobody was linked to."""
@@ -230,8 +248,9 @@ class Running:
 
     def end(self) -> None:
         """End everything of the job; Ray and verl's transfer queue stay."""
-        with suppress(Exception):
-            self._stop()
+        if self._fit is not None:
+            with suppress(Exception):
+                self._fit.end()
         trainer, adapter = self.trainer, self.adapter
         adapter.close()
         with suppress(Exception):
@@ -241,6 +260,8 @@ class Running:
         actors.append(trainer.llm_server_manager.global_load_balancer)
         for actor in actors:
             ray.kill(actor)
+        with suppress(Exception):
+            draining.forget()
         for pool in trainer.resource_pool_manager.resource_pool_dict.values():
             for placement in pool.pgs or ():
                 ray.util.remove_placement_group(placement)

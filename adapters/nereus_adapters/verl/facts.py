@@ -5,6 +5,7 @@ Nothing here touches a device: configurations, mesh shapes and process facts onl
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any
 
 from nereus_adapters.verl.tensor_parallel import VENDOR
 from nereus_core.layout import Layout
+
+_NO_STAGES = "verl's FSDP engine has no pipeline stages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,8 @@ class EngineFacts:
     role: str
     """``actor``, ``ref`` or ``critic``."""
     layout: Layout
-    """Ranks that hold one copy of the state between them: tp and pp of Megatron's engine; with FSDP
-    the last dimension of the mesh, written as tp."""
+    """Ranks that hold one copy of the state between them: tp and pp of Megatron's engine and of
+    Nereus's; with verl's FSDP the last dimension of the mesh, written as tp."""
     hf_config: dict[str, Any]
     params_dtype: str
     """Of the parameters that the optimizer works on, e.g. ``float32``."""
@@ -32,9 +35,12 @@ class EngineFacts:
     """Whether sequences are packed without padding, as Ulysses needs them."""
     tensor_parallel: bool = False
     """Whether it is Nereus's own engine (`tensor_parallel`)."""
-    elements: Mapping[int, int] = field(default_factory=dict)
-    """Of its parameters where it is, by the extent that its ranks cut: all of a rank's where they
-    do not divide it, as of 1, which is that of tensors that are cut nowhere."""
+    elements: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Of its parameters where it is, by the layer in whose stage they lie and by the extent that
+    the ranks of a stage cut: all of a rank's where they do not divide it, as of 1, which is that of
+    tensors that are cut nowhere."""
+    unpipelined: str | None = _NO_STAGES
+    """Why units can have no pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,10 @@ class WorkerFacts:
     device_bytes: int | None
     """Memory of the accelerator; None where it is no CUDA device."""
     engines: tuple[EngineFacts, ...]
+
+    def engine(self, role: str) -> EngineFacts | None:
+        """Return the engine of a role; None where there is no such engine."""
+        return next((engine for engine in self.engines if engine.role == role), None)
 
 
 def worker_facts(worker: Any) -> WorkerFacts:
@@ -98,22 +108,22 @@ def _facts(role: str, held: Any) -> EngineFacts:
         packs=bool(getattr(engine, "use_remove_padding", True)),
         tensor_parallel=getattr(engine, "vendor", None) == VENDOR,
         elements=cut_elements(engine),
+        unpipelined=getattr(engine, "unpipelined", _NO_STAGES),
     )
 
 
-def cut_elements(engine: Any) -> Mapping[int, int]:
+def cut_elements(engine: Any) -> Mapping[tuple[int, int], int]:
     """Return `EngineFacts.elements` of a live engine."""
-    found: Counter[int] = Counter()
-    cuts = getattr(engine, "cuts", {})
-    for name, parameter in engine.module.named_parameters() if cuts else ():
-        dim = cuts[name].dim
-        found[1 if dim is None else parameter.shape[dim]] += parameter.numel()
+    found: Counter[tuple[int, int]] = Counter()
+    for name, cut in getattr(engine, "cuts", {}).items():
+        shape = engine.shapes[name]
+        found[cut.layer, 1 if cut.dim is None else shape[cut.dim]] += math.prod(shape)
     return dict(found)
 
 
 def _layout(engine: Any, mesh: Any) -> Layout:
     if mesh is not None:
-        return Layout(mesh.shape[-1], 1)
+        return Layout(mesh.shape[-1], getattr(engine, "stages", 1))
     degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     tp, pp = (int(getattr(engine.engine_config, name, 1)) for name in degrees)
     return Layout(tp, pp)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from nereus_adapters.verl.facts import WorkerFacts
 from nereus_adapters.verl.standing import ROLES
 from nereus_adapters.verl.switching import serving
+from nereus_core.cluster import Device
 from nereus_core.errors import OutOfDeviceMemory
+from nereus_core.layout import layer_ranges
 from nereus_core.primitives import Primitive, apply, created
 from nereus_core.units import Unit, UnitMap
 from nereus_core.workload import Job, ModelStage, Stage
@@ -19,7 +21,7 @@ class Fitting:
     """Bytes that units keep between steps."""
 
     job: Job
-    elements: Mapping[ModelStage, Mapping[int, int]]
+    elements: Mapping[ModelStage, Mapping[tuple[int, int], int]]
     """Of a stage's parameters under the tp engine: `EngineFacts.elements`."""
     standalone: float | None
     """Share of a device that a rollout's engine takes as it starts and keeps; None where rollouts
@@ -50,17 +52,22 @@ class Fitting:
             serve_on = [u for u in ending if (u.devices, u.layout) not in made]
             after = after.replace((), serve_on)
         for device in dict.fromkeys(d for unit in created(op) for d in unit.devices):
-            need = sum(self.kept_bytes(u) for u in after.values() if device in u.devices)
+            need = sum(self.kept_bytes(u, device) for u in after.values() if device in u.devices)
             if need > capacity:
                 raise OutOfDeviceMemory(str(op), device, need, capacity)
 
-    def kept_bytes(self, unit: Unit) -> int:
-        """Bytes that a unit keeps on each of its devices."""
-        stage, ranks = unit.model_stage, len(unit.devices)
+    def kept_bytes(self, unit: Unit, device: Device) -> int:
+        """Bytes that a unit keeps on one of its devices."""
+        stage = unit.model_stage
         if serves(unit) and self.standalone is not None:
             return int(self.standalone * self.job.cluster.device_spec.memory_bytes)
-        held = self.elements.get(stage) or {ranks: self.job.model(stage).num_params}
-        each = sum(n if extent % ranks else n // ranks for extent, n in held.items())
+        model, (tp, pp) = self.job.model(stage), (unit.layout.tp, unit.layout.pp)
+        held = self.elements.get(stage)
+        if held is None:
+            return self.job.precision.kept_bytes(stage.stage) * (model.num_params // (tp * pp))
+        layers = layer_ranges(model.num_layers, pp)[unit.devices.index(device) // tp]
+        mine = ((extent, n) for (layer, extent), n in held.items() if layer in layers)
+        each = sum(n if extent % tp else n // tp for extent, n in mine)
         return self.job.precision.kept_bytes(stage.stage) * each
 
 

@@ -8,8 +8,8 @@ the CPU stand-ins of tests/support.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,7 @@ from nereus_adapters.verl.adapter import VerlAdapter
 from nereus_adapters.verl.driven import DEVICES, ROLE_OF, WAIT_S, Running
 from nereus_adapters.verl.opening import close_transfers, composed, open_ray, open_transfers
 from nereus_adapters.verl.reading import workload_of
+from nereus_adapters.verl.waiting import until
 from nereus_core.cluster import Cluster, Device
 from nereus_core.device_specs import CPU_SEAT, LOOPBACK
 from nereus_core.errors import ConfigError, Unsupported
@@ -45,6 +46,11 @@ _WIDE = (
     "actor_rollout_ref.ref.fsdp_config.fsdp_size=1",
 )
 """Every trainer starts on all devices, each of them a whole copy."""
+_ASYNC = (
+    "trainer.v1.trainer_mode=colocate_async",
+    "trainer.v1.colocate_async.num_warmup_batches=1",
+)
+"""Of an asynchronous job: a batch of prompts is ahead of the trainer, and waits while it trains."""
 _LOSSES = {"actor": "actor/loss", "critic": "critic/vf_loss"}
 
 
@@ -71,6 +77,10 @@ class Stand(Protocol):
         """Return the step whose weights a rollout server has."""
         ...
 
+    def hold(self, servers: Sequence[Any]) -> AbstractContextManager[Callable[[], int]]:
+        """Let responses begin in a block, and none end; what it gives counts those begun."""
+        ...
+
     def again(self) -> None:
         """Let servers draw the responses that they drew first."""
         ...
@@ -89,32 +99,39 @@ class VerlHarness:
 
     Args:
         stand: what the jobs stand on; its module has been imported before verl.
+        asynchronous: whether every job is, and not those alone that a case wants so.
     """
 
     tier = Tier.REAL
 
-    def __init__(self, stand: Stand) -> None:
-        self._stand = stand
+    def __init__(self, stand: Stand, *, asynchronous: bool = False) -> None:
+        self._stand, self._asynchronous = stand, asynchronous
         self._opened = False
         self._job: Running | None = None
-        self._algorithm: Algorithm | None = None
+        self._kind: tuple[Algorithm, bool] | None = None
+        """Algorithm of what runs, and whether it is asynchronous."""
         self._node = "node0"
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> VerlHarness:
-        """Build it from the options of a run; raises ConfigError for any but ``stand``."""
-        if set(options) != {"stand"}:
+        """Build it from the options of a run; raises ConfigError for any that it has not."""
+        trainer = options.get("trainer", "sync")
+        known = set(options) in ({"stand"}, {"stand", "trainer"})
+        if not known or trainer not in ("sync", "colocate_async"):
             got = " ".join(f"{key}={value}" for key, value in options.items()) or "nothing"
             raise ConfigError(
-                "--harness", f"got {got}; expected stand=MODULE alone, e.g. stand=verl_cpu.stand"
+                "--harness",
+                f"got {got}; expected stand=MODULE, e.g. stand=verl_cpu.stand, and "
+                "trainer=sync or colocate_async; sync by default",
             )
-        return cls(import_module(options["stand"]).stand())
+        made = import_module(options["stand"]).stand()
+        return cls(made, asynchronous=trainer == "colocate_async")
 
     def job(self, algorithm: Algorithm = "grpo") -> Job:
         """One node of four devices; actor, reference and critic, all in the same processes."""
         self._open()
         spec = ModelSpec.from_hf_config(self._stand.model, name="actor")
-        workload = workload_of(algorithm, reference=True)
+        workload = workload_of(algorithm, reference=True, asynchronous=self._asynchronous)
         models = {"actor": spec, "ref": replace(spec, name="ref")}
         if algorithm == "ppo":
             models["critic"] = spec.as_critic("critic")
@@ -132,17 +149,16 @@ class VerlHarness:
         )
 
     def launch(self, job: Job, plan: Plan) -> VerlAdapter:
-        """Start verl's trainer once for an algorithm; bring it to a plan, and to its first step.
+        """Start verl's trainer once for a kind of job; bring it to a plan, and to its first step.
 
         The plan is reached from the last one by the adapter's own transition: processes stay. Where
         that fails, everything is started anew: quietly after a case that spoiled the job it had.
         After any other it is a fault of the adapter's, and raised; the next launch starts anew.
         """
-        if job.workload.asynchronous:
-            raise Unsupported("an asynchronous job", "the harness starts verl's sync trainer alone")
         self._open()
-        usual = self.job(job.workload.algorithm)
-        if self._job is not None and self._algorithm == job.workload.algorithm:
+        algorithm, asynchronous = kind = (job.workload.algorithm, job.workload.asynchronous)
+        usual = replace(self.job(algorithm), workload=job.workload)
+        if self._job is not None and self._kind == kind:
             spoiled = self._job.spoiled
             try:
                 self._begin(self._job, usual, plan)
@@ -153,8 +169,9 @@ class VerlHarness:
         else:
             self._end()
         if self._job is None:
-            self._algorithm = job.workload.algorithm
-            self._job = Running(composed(self._stand.arguments(self._algorithm), _WIDE), usual)
+            changes = (*_WIDE, *(_ASYNC if asynchronous else ()))
+            self._kind = kind
+            self._job = Running(composed(self._stand.arguments(algorithm), changes), usual)
             self._begin(self._job, usual, plan)
         self._stand.again()
         if job != usual:
@@ -194,6 +211,8 @@ class VerlHarness:
     def running(self, stage: ModelStage) -> AbstractContextManager[None]:
         """Hold one RL step in flight inside a stage."""
         running = self._running
+        if stage == ACTOR_GENERATE and running.asynchronous:
+            return self._generating()
         return running.adapter.gate.stepping(self.step, stage, WAIT_S)
 
     def disturb(self, unit: UnitId, tensor: str) -> None:
@@ -248,6 +267,23 @@ class VerlHarness:
             last_first.callback(self._end)
 
     # --- Within ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Hold a step in flight that waits for samples, with responses begun on the servers.
+
+        The trainer's thread alone would not say that generation goes on: servers go on without it.
+        """
+        running = self._running
+        with ExitStack() as held:
+            begun = held.enter_context(self._stand.hold(list(running.servers().values())))
+            with running.adapter.gate.stepping(self.step, ACTOR_GENERATE, WAIT_S):
+                try:
+                    until(begun, "responses to begin", WAIT_S)
+                    yield
+                    assert begun(), "responses ended that were held"
+                finally:
+                    held.close()  # the step waits for them
 
     def _on(self, unit: UnitId, function: Callable[..., Any], *args: Any) -> dict[Device, Any]:
         adapter = self._running.adapter

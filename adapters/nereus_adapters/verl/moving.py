@@ -1,22 +1,23 @@
 """moving: the state of new units, sent shard to shard along the core's routes.
 
 The boxes of an FSDP2 shard group are cuts of each parameter's first dimension, those of
-tensor-parallel ranks of one or the other; `routes` intersects those that are needed with those that
-are there, so that each byte a rank lacks is sent once, from the nearest holder. Pieces travel
-through Ray's object store, from the rank that holds them to the rank that needs them, a bounded
-number of bytes at a time; no rank ever holds a whole tensor that it does not need.
+tensor-parallel ranks of one or the other, each stage of a pipeline its own layers; `routes`
+intersects those that are needed with those that are there, so that each byte a rank lacks is sent
+once, from the nearest holder. Pieces travel through Ray's object store, from the rank that holds
+them to the rank that needs them, a bounded number of bytes at a time; no rank ever holds a whole
+tensor that it does not need.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nereus_adapters.ray_calls import apart, call_all, gathered
 from nereus_adapters.verl import shards
-from nereus_adapters.verl.cuts import Cut
+from nereus_adapters.verl.cuts import rank_boxes
 from nereus_adapters.verl.fleet import Fleet
 from nereus_core.cluster import Device
 from nereus_core.errors import SeatDead
@@ -35,6 +36,8 @@ class Move:
     role: str
     origin: tuple[Unit, ...]
     made: tuple[Unit, ...]
+    whole: shards.Outline
+    """Of a unit of the origin, all of it."""
     outlines: Mapping[tuple[str, Device], shards.Outline]
     """Of every rank of the origin, by unit and device."""
     routes: tuple[Route, ...]
@@ -51,16 +54,14 @@ class Move:
                 awaited=f"what the ranks of {unit.id} hold", timeout_s=timeout_s,
             )  # fmt: skip
             outlines |= {(str(unit.id), device): found for device, found in answers.items()}
-        source = next(iter(outlines.values()))
+        whole = shards.Outline.of_unit([outlines[str(origin[0].id), d] for d in origin[0].devices])
         before = [(device, _present(found.boxes)) for (_, device), found in outlines.items()]
         after = [
             (device, _present(boxes))
             for unit in made
-            for device, boxes in zip(
-                unit.devices, shard_boxes(source.shapes, unit, source.cuts), strict=True
-            )
+            for device, boxes in zip(unit.devices, boxes_of(whole, unit), strict=True)
         ]
-        return cls(role, tuple(origin), tuple(made), outlines, routes(before, after))
+        return cls(role, tuple(origin), tuple(made), whole, outlines, routes(before, after))
 
     @property
     def moved_bytes(self) -> int:
@@ -92,15 +93,15 @@ class Move:
 
     def _begin(self, fleet: Fleet, timeout_s: float) -> None:
         source = self.origin[0]
-        known = next(iter(self.outlines.values()))
         for unit in self.made:
             each = {}
             for index, (device, boxes) in enumerate(
-                zip(unit.devices, shard_boxes(known.shapes, unit, known.cuts), strict=True)
+                zip(unit.devices, boxes_of(self.whole, unit), strict=True)
             ):
                 # Schedules and steps are the same on all ranks; random state is of a rank.
                 rank = source.devices[index % len(source.devices)]
-                each[device] = (boxes, self.outlines[str(source.id), rank])
+                extras = self.outlines[str(source.id), rank].extras
+                each[device] = (boxes, replace(self.whole, extras=extras))
             call_all(
                 fleet.workers(unit.devices), shards.begin, str(unit.id), self.role,
                 awaited=f"room for {unit.id}", timeout_s=timeout_s, each=each,
@@ -167,15 +168,9 @@ class Move:
                 apart(worker, shards.drop, [str(unit.id)])
 
 
-def shard_boxes(
-    shapes: Mapping[str, tuple[int, ...]], unit: Unit, cuts: Mapping[str, Cut]
-) -> list[dict[str, Box]]:
-    """Return the boxes of every rank of a unit, as its engine cuts them."""
-    found: list[dict[str, Box]] = [{} for _ in unit.devices]
-    for name, shape in shapes.items():
-        for mine, box in zip(found, cuts[name].boxes(shape, len(unit.devices)), strict=True):
-            mine[name] = box
-    return found
+def boxes_of(whole: shards.Outline, unit: Unit) -> list[dict[str, Box]]:
+    """Return the boxes of every rank of a unit."""
+    return rank_boxes(whole.shapes, whole.cuts, whole.num_layers, unit.layout)
 
 
 def _present(boxes: Mapping[str, Box]) -> dict[str, Box]:

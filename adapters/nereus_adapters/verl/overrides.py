@@ -24,6 +24,7 @@ _MEGATRON = {
     "critic": "critic.megatron",
 }
 _ROLLOUT = "actor_rollout_ref.rollout"
+_STAGES = "++nereus.backend.pipeline_stages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Engine:
 
 
 def overrides(
-    current: Plan, wanted: Plan, engines: Mapping[str, Engine], *, follows: bool
+    current: Plan, wanted: Plan, engines: Mapping[str, Engine], *, follows: bool, own: bool = False
 ) -> tuple[str, ...]:
     """Return what a command line that starts one plan lacks to start another.
 
@@ -45,18 +46,23 @@ def overrides(
         wanted: To be spelled.
         engines: By role.
         follows: Whether ranks of a shard group share their sequences (``backend.ulysses``).
+        own: Whether Nereus's own engine trains (``backend.engine=tp``).
 
     Raises:
         ValueError: verl has no words for it: nodes with different numbers of devices, or stages
             that its engine cannot cut.
     """
-    there, then = (dict(_keys(plan, engines, follows)) for plan in (current, wanted))
+    there, then = (dict(_keys(plan, engines, follows, own)) for plan in (current, wanted))
     gone = {key.lstrip("+"): "null" for key in there if key not in then}
     new = {key: value for key, value in then.items() if there.get(key) != value}
-    return tuple(f"{key}={value}" for key, value in {**new, **gone}.items())
+    words = (f"{key}={value}" for key, value in {**new, **gone}.items())
+    # A shell would take braces apart.
+    return tuple(f"'{word}'" if "{" in word else word for word in words)
 
 
-def _keys(plan: Plan, engines: Mapping[str, Engine], follows: bool) -> Iterator[tuple[str, str]]:
+def _keys(
+    plan: Plan, engines: Mapping[str, Engine], follows: bool, own: bool
+) -> Iterator[tuple[str, str]]:
     pools = [("trainer", plan[ACTOR_TRAIN].devices)]
     if plan[ACTOR_GENERATE].devices != plan[ACTOR_TRAIN].devices:  # a pool of its own
         pools.append((_ROLLOUT, plan[ACTOR_GENERATE].devices))
@@ -66,6 +72,10 @@ def _keys(plan: Plan, engines: Mapping[str, Engine], follows: bool) -> Iterator[
     for role, stage in ROLES.items():
         if stage in plan and role in engines:
             yield from _engine_keys(role, plan[stage].layout, engines[role], follows)
+    if own:
+        stages = {role: plan[stage].layout.pp for role, stage in ROLES.items() if stage in plan}
+        each = ",".join(f"{role}:{number}" for role, number in stages.items())
+        yield _STAGES, f"{{{each}}}"
     layout = plan[ACTOR_GENERATE].layout
     yield f"{_ROLLOUT}.tensor_model_parallel_size", str(layout.tp)
     yield f"{_ROLLOUT}.pipeline_model_parallel_size", str(layout.pp)

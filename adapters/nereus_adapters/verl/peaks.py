@@ -16,6 +16,9 @@ def device_peaks(
 ) -> dict[Device, int]:
     """Charge every device of a stage with the largest allocation of its ranks.
 
+    verl asks the ranks that have outputs. Of a pipeline those are the last stage's, which hold one
+    micro-batch where the first holds as many as there are stages: its units are left out.
+
     Args:
         by_role: Bytes that verl reports, of the trainers' own processes.
         units: Those that stepped.
@@ -25,7 +28,7 @@ def device_peaks(
     peaks: dict[Device, int] = {}
     for unit in units.values():
         for role, peak in by_role.items():
-            if unit.model_stage == ROLES[role]:
+            if unit.model_stage == ROLES[role] and unit.layout.pp == 1:
                 peaks |= {d: max(peak, peaks.get(d, 0)) for d in unit.devices}
     if not resident:
         return peaks

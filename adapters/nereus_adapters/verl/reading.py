@@ -89,12 +89,16 @@ def job_of(
         sharded_optimizer=not shards,  # Megatron's distributed optimizer
         together=(frozenset(s for s in stages if hybrid or s.stage is not Stage.GENERATE),),
         within_node=frozenset() if hybrid else frozenset({ACTOR_GENERATE}),
-        **(_sharing(trainer, stages, ulysses, settings) if shards else _megatron(actor)),
+        **(_sharing(trainer, facts, stages, ulysses, settings) if shards else _megatron(actor)),
     )
 
 
 def _sharing(
-    trainer: Any, stages: Collection[ModelStage], ulysses: Ulysses, settings: VerlSettings
+    trainer: Any,
+    facts: WorkerFacts,
+    stages: Collection[ModelStage],
+    ulysses: Ulysses,
+    settings: VerlSettings,
 ) -> dict[str, Any]:
     """Say how a batch and a model are shared out among ranks of an FSDP2 engine, for a Job."""
     config, roles = trainer.config, {r: s for r, s in ROLES.items() if s in stages}
@@ -104,10 +108,13 @@ def _sharing(
     shared = shared_out(passes, int(config.actor_rollout_ref.rollout.n), ulysses)
     tokens = {ROLES[role]: budget for role, budget in budgets(passes).items()}
     own = frozenset(roles.values())
+    rollout = config.actor_rollout_ref.rollout
+    most = {ACTOR_GENERATE: int(rollout.get("pipeline_model_parallel_size", 1) or 1)}
     if settings.engine == "tp":  # its degrees of Ulysses are 1
-        cut = {"kv_heads_cut": own, "logits_whole": own}
+        most |= {ROLES[e.role]: 1 if e.unpipelined else settings.most_stages for e in facts.engines}
+        cut = {"kv_heads_cut": own, "logits_whole": own, "most_stages": most}
         return {**cut, "unit_batch": shared, "micro_tokens": tokens}
-    how = {"row_cut": own, "micro_tokens": tokens}
+    how = {"row_cut": own, "micro_tokens": tokens, "most_stages": most}
     if ulysses.follows:
         return {**how, "unit_batch": shared, "sequence_parallel": True}
     ranks = {stage: ulysses.now.get(role, 1) for role, stage in roles.items()}
@@ -130,6 +137,25 @@ def require_engine(facts: WorkerFacts, settings: VerlSettings) -> None:
                 "engine is one of strategy=fsdp2, and Ray has to be started by verl's own command, "
                 f"with {VENDOR_KEY} in ray_kwargs.ray_init.runtime_env unset, or {VENDOR}",
             )
+
+
+def require_stages(facts: WorkerFacts, settings: VerlSettings) -> None:
+    """Raise ConfigError where pipeline stages are not those asked for, or none can have any."""
+    if settings.most_stages == 1 or not facts.engines:
+        return
+    for engine in facts.engines:
+        asked = settings.stages_at_start.get(engine.role, 1)  # type: ignore[call-overload]
+        if engine.layout.pp != asked:
+            raise ConfigError(
+                "backend.pipeline_stages",
+                f"it is {asked} for the {engine.role}, which started with {engine.layout.pp}; a "
+                "job of one rank has no stages, and others' processes have to be started by "
+                "verl's own command",
+            )
+    reasons = [f"the {e.role}'s: {e.unpipelined}" for e in facts.engines if e.unpipelined]
+    if len(reasons) == len(facts.engines):
+        why = f"it is {settings.most_stages}, and no engine can have stages; {'; '.join(reasons)}"
+        raise ConfigError("backend.max_pipeline_stages", why)
 
 
 def _has_reference(trainer: Any) -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nereus_adapters.verl.facts import training_workers
 from nereus_adapters.verl.filling import empty_models, restore_random, take_optimizer
+from nereus_adapters.verl.pipeline import STAGES_FIELD
 from nereus_adapters.verl.shards import staged
 from nereus_core.errors import PrimitiveError
 
@@ -48,6 +49,9 @@ class Seat:
 
     role: str
     shard_size: int
+    """Ranks that hold a copy."""
+    stages: int
+    """Of a pipeline, among which they hold it."""
     unit: str
     sequence_ranks: int
     """Ranks that share each sequence."""
@@ -128,6 +132,7 @@ def build(worker: Any, seats: tuple[Seat, ...]) -> None:
     for seat in seats:
         config, loss = recipe(worker)["roles"][seat.role]
         object.__setattr__(config.engine_config, "fsdp_size", seat.shard_size)
+        object.__setattr__(config.engine_config, STAGES_FIELD, seat.stages)
         config.engine_config.ulysses_sequence_parallel_size = seat.sequence_ranks
         outer = _outer(worker, seat.role) if seat.role in ("actor", "ref") else None
         _drop(worker, outer, seat.role)
@@ -217,20 +222,21 @@ def _drop(worker: Any, outer: Any, role: str) -> None:
     else:
         held = worker.worker_dict[role]
         engine, held.engine = getattr(held, "engine", None), None
-    _leave(*(getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh")))
+    meshes = (getattr(engine, name, None) for name in ("device_mesh", "ulysses_device_mesh"))
+    _leave(*meshes, group=getattr(engine, "return_group", None))
 
 
-def _leave(*meshes: Any) -> None:
+def _leave(*meshes: Any, group: Any = None) -> None:
     """Leave the process groups of meshes that nothing will use: on accelerators they hold memory.
 
     All ranks do, in the same order.
     """
-    groups = {
-        id(group): group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()
-    }
-    for group in groups.values():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    every = [g for mesh in meshes if mesh is not None for g in mesh.get_all_groups()]
+    if group is not None:
+        every.append(group)
+    for one in {id(g): g for g in every}.values():
+        if one is not dist.group.WORLD:
+            dist.destroy_process_group(one)
 
 
 def _forget_saved(outer: Any) -> None:

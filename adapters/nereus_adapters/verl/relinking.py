@@ -53,7 +53,8 @@ def assembly(
             if first % size or tuple(members[first : first + size]) != unit.devices:
                 ranks = ", ".join(map(str, members))
                 raise PlanError([f"{unit} is no run of {size} of the ranks {ranks}"])
-            seat = rebuild.Seat(role, size, str(unit.id), ulysses.degree(role, size))
+            degree = ulysses.degree(role, size)
+            seat = rebuild.Seat(role, size, unit.layout.pp, str(unit.id), degree)
             for device in unit.devices:
                 seats[device].append(seat)
     num_roles = {device: len(own) for device, own in seats.items()}

@@ -130,8 +130,7 @@ def fill_engine(engine: Any, role: str, path: Path, world: int) -> None:
     if manager.should_load_optimizer:
         if engine.optimizer is None:
             raise PrimitiveError(f"checkpoint.load_contents has optimizer; the {role} has none.")
-        optimizers = [_read(path, "optim", world, r) for r in range(world)]
-        take_optimizer(engine, _moments(engine, role, optimizers))
+        take_optimizer(engine, _moments(engine, role, path, world))
     if manager.should_load_extra:
         extras = _read(path, "extra_state", world, int(engine.rank) % world)
         if "rng" in extras:
@@ -144,41 +143,82 @@ def _take_model(engine: Any, path: Path, world: int) -> None:
     models = [_read(path, "model", world, r) for r in range(world)]
     wanted = dict(engine.module.named_parameters()) | dict(engine.module.named_buffers())
     for name, tensor in wanted.items():
-        if name in models[0]:
-            pieces = [_piece(model[name], r) for r, model in enumerate(models)]
+        # A pipeline stage has saved its own layers alone.
+        pieces = [_piece(model[name], r) for r, model in enumerate(models) if name in model]
+        if pieces:
             fill(local(tensor), local_box(tensor), pieces, name)
         elif isinstance(tensor, torch.nn.Parameter):
             raise PrimitiveError(f"{path} holds no {name}: it is of another model.")
 
 
-def _moments(engine: Any, role: str, saved: list[Mapping[str, Any]]) -> Held:
-    """Read moments, steps and hyper-parameters, by the place of each parameter in its group."""
+def _moments(engine: Any, role: str, path: Path, world: int) -> Held:
+    """Read moments, steps and hyper-parameters."""
+    saved = [_read(path, "optim", world, r) for r in range(world)]
     state = Held(role, {}, {}, {})
-    names = {id(p): name for name, p in engine.module.named_parameters()}
-    own = engine.optimizer.param_groups
     state.extras["groups"] = [
         {k: v for k, v in group.items() if k != "params"} for group in saved[0]["param_groups"]
     ]
-    for group, kept in zip(own, saved[0]["param_groups"], strict=True):
-        for parameter, index in zip(group["params"], kept["params"], strict=True):
-            if index not in saved[0]["state"]:
-                continue  # it has not had a gradient yet
-            name, box = names[id(parameter)], local_box(parameter)
-            slots = saved[0]["state"][index]
-            if _STEP not in slots:
-                raise no_step(name)
-            for slot, value in slots.items():
-                if slot == _STEP:
-                    state.counters[name] = float(value)
-                    continue
-                if not torch.is_tensor(value) or value.shape != parameter.shape:
-                    raise not_adam(slot, name)
-                pieces = [_piece(part["state"][index][slot], r) for r, part in enumerate(saved)]
-                room = torch.empty(box.shape, dtype=pieces[0].tensor.dtype)
-                fill(room, box, pieces, f"{slot} of {name}")
-                state.tensors[slot, name] = room
-            state.boxes[name], state.shapes[name] = box, tuple(parameter.shape)
+    ranks = [_by_name(engine, path, world, r, found) for r, found in enumerate(saved)]
+    for name, parameter in engine.module.named_parameters():
+        parts = {r: slots[name] for r, slots in enumerate(ranks) if name in slots}
+        if not parts:
+            continue  # it has not had a gradient yet
+        box, first = local_box(parameter), next(iter(parts.values()))
+        if _STEP not in first:
+            raise no_step(name)
+        for slot, value in first.items():
+            if slot == _STEP:
+                state.counters[name] = float(value)
+                continue
+            if not torch.is_tensor(value) or value.shape != parameter.shape:
+                raise not_adam(slot, name)
+            pieces = [_piece(part[slot], r) for r, part in parts.items()]
+            room = torch.empty(box.shape, dtype=pieces[0].tensor.dtype)
+            fill(room, box, pieces, f"{slot} of {name}")
+            state.tensors[slot, name] = room
+        state.boxes[name], state.shapes[name] = box, tuple(parameter.shape)
     return state
+
+
+def _by_name(
+    engine: Any, path: Path, world: int, rank: int, saved: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """Return what a rank saved of each parameter, which its file numbers by place in its groups."""
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    own = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
+    kept = [group["params"] for group in saved["param_groups"]]
+    if len(own) == len(kept) == 1:
+        whole = [*(getattr(engine, "shapes", None) or own[0])]
+        own = [_saved_names(whole, len(kept[0]), path, world, rank)]
+    if [len(group) for group in own] != [len(group) for group in kept]:
+        raise PrimitiveError(
+            f"{path}: rank {rank} saved groups of {[len(group) for group in kept]} parameters; "
+            f"expected {[len(group) for group in own]}, or one group where there are stages."
+        )
+    state = saved["state"]
+    return {
+        name: state[index]
+        for group, indices in zip(own, kept, strict=True)
+        for name, index in zip(group, indices, strict=True)
+        if index in state
+    }
+
+
+def _saved_names(whole: list[str], number: int, path: Path, world: int, rank: int) -> list[str]:
+    """Return the names of the parameters that a rank saved, in their order.
+
+    A pipeline stage has some of the whole model's; which, its file of the model says.
+    """
+    if number == len(whole):
+        return whole
+    try:
+        here = set(_read(path, "model", world, rank))
+    except FileNotFoundError as error:
+        raise PrimitiveError(
+            f"{path}: rank {rank} saved moments of {number} of {len(whole)} parameters, and "
+            "no model file that says of which; save with checkpoint.save_contents=[model,...]."
+        ) from error
+    return [name for name in whole if name in here]
 
 
 def fill(room: torch.Tensor, box: Box, pieces: list[Piece], what: str) -> None:
@@ -200,21 +240,32 @@ def fill(room: torch.Tensor, box: Box, pieces: list[Piece], what: str) -> None:
 def _piece(saved: torch.Tensor, rank: int) -> Piece:
     """Say where in the whole tensor a rank's part lies, from the mesh that was saved with it.
 
-    Source: torch.distributed.tensor.Shard(0), which cuts as ``torch.chunk`` does (`shard_boxes`).
+    Source: torch.distributed.tensor.Shard(0), which cuts as ``torch.chunk`` does (`Cut.boxes`).
     """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(saved, DTensor):
         return Piece(Box((0,) * saved.dim(), tuple(saved.shape)), saved)
     # Not to_local(): this process need not be in the mesh that was saved.
-    mine, offset = saved._local_tensor, [0] * saved.dim()
-    ranks = saved.device_mesh.mesh
-    place = (ranks == rank).nonzero()[0].tolist()
-    for size, index, placement in zip(ranks.shape, place, saved.placements, strict=True):
+    mine, mesh, offset = saved._local_tensor, saved.device_mesh, [0] * saved.dim()
+    for size, index, placement in zip(
+        mesh.shape, _place(mesh, rank), saved.placements, strict=True
+    ):
         if placement.is_shard():
             rows = -(-saved.shape[placement.dim] // size)
             offset[placement.dim] = min(index * rows, saved.shape[placement.dim])
     return Piece(Box(tuple(offset), tuple(mine.shape)), mine)
+
+
+def _place(mesh: Any, rank: int) -> list[int]:
+    """Return where a rank lay in the mesh that was saved, along each of its dimensions."""
+    names = mesh.mesh_dim_names or ()
+    if TENSOR_PARALLEL in names:
+        # A mesh of one stage tells this process's ranks in place of those of the saved stage. That
+        # of the tp engine cuts along one dimension alone, whose ranks are consecutive.
+        sizes = zip(names, mesh.shape, strict=True)
+        return [rank % size if name == TENSOR_PARALLEL else 0 for name, size in sizes]
+    return list((mesh.mesh == rank).nonzero()[0].tolist())
 
 
 def _read(folder: Path, kind: str, world: int, rank: int) -> Any:

@@ -70,6 +70,32 @@ SEAMS = (
     Seam(_ENGINE, "FSDPEngine.get_data_parallel_rank", ("self",)),
     Seam(_ENGINE, "FSDPEngine.get_data_parallel_size", ("self",)),
     Seam(_ENGINE, "FSDPEngine.get_data_parallel_group", ("self",)),
+    # Its pipeline stages: a batch, a step and the weights for rollouts, over all of them.
+    Seam(
+        _ENGINE,
+        "FSDPEngine.forward_backward_batch",
+        ("self", "data", "loss_function", "forward_only"),
+    ),
+    Seam(_ENGINE, "FSDPEngine._gradient_sync_context", ("self", "is_last_micro_batch")),
+    Seam(_ENGINE, "FSDPEngine.optimizer_step", ("self",)),
+    Seam(_ENGINE, "FSDPEngine.get_per_tensor_param", ("self",)),
+    Seam(_ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", ("self", "micro_batch")),
+    Seam(
+        _ENGINE,
+        "FSDPEngineWithLMHead.forward_step",
+        ("self", "micro_batch", "loss_function", "forward_only"),
+    ),
+    Seam(
+        "verl.workers.engine.utils",
+        "prepare_micro_batches",
+        ("data", "dp_group", "same_micro_num_in_dp"),
+    ),
+    Seam("verl.workers.engine.utils", "postprocess_batch_func", ("output_lst", "indices", "data")),
+    Seam("verl.utils.fsdp_utils", "fsdp2_clip_grad_norm_", ("parameters", "max_norm")),
+    Seam("verl.utils.tensordict_utils", "assign_non_tensor"),
+    Seam("verl.utils.tensordict_utils", "get_non_tensor_data", ("data", "key", "default")),
+    Seam("verl.utils.torch_dtypes", "PrecisionType.to_dtype"),
+    Seam("verl.utils.model", "convert_weight_keys", ("state_dict", "model")),
     Seam("verl.utils.fsdp_utils", "apply_fsdp2", ("model", "fsdp_kwargs", "config")),
     Seam("verl.utils.fsdp_utils", "get_init_weight_context_manager", ("use_meta_tensor", "mesh")),
     Seam(

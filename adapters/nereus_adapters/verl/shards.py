@@ -7,7 +7,7 @@ gathered: a rank reads, sends and receives parts of its own shards only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Held:
     """By slot and tensor, in the shape of the tensor's box."""
     cuts: dict[str, Cut] = field(default_factory=dict)
     """How the ranks of a unit share each tensor."""
+    num_layers: int = 1
+    """That pipeline stages share out; 1 where there can be none."""
     counters: dict[str, float] = field(default_factory=dict)
     """Steps that the optimizer has taken, by tensor."""
     extras: dict[str, Any] = field(default_factory=dict)
@@ -49,9 +51,22 @@ class Outline:
     boxes: Mapping[str, Box]
     shapes: Mapping[str, tuple[int, ...]]
     cuts: Mapping[str, Cut]
+    num_layers: int
     dtypes: Mapping[tuple[str, str], torch.dtype]
     counters: Mapping[str, float]
     extras: Mapping[str, Any]
+
+    @classmethod
+    def of_unit(cls, ranks: Sequence[Outline]) -> Outline:
+        """Return what the ranks of a unit hold between them, whose stages hold other tensors each.
+
+        Boxes are left out; extras are those of the first rank.
+        """
+        shapes, cuts, dtypes, counters = (
+            {key: value for rank in ranks for key, value in getattr(rank, field).items()}
+            for field in ("shapes", "cuts", "dtypes", "counters")
+        )
+        return cls({}, shapes, cuts, ranks[0].num_layers, dtypes, counters, ranks[0].extras)
 
 
 def staged(worker: Any) -> dict[str, Held]:
@@ -75,7 +90,7 @@ def held(worker: Any, role: str, unit: str) -> Held:
 def of_engine(role: str, engine: Any) -> Held:
     """See an engine's local shards, moments, counters and schedules."""
     found = Held(role, {}, {}, {})
-    cuts = getattr(engine, "cuts", {})
+    cuts, found.num_layers = getattr(engine, "cuts", {}), getattr(engine, "num_layers", 1)
     states = engine.optimizer.state if engine.optimizer is not None else {}
     for name, parameter in engine.module.named_parameters():
         found.boxes[name] = local_box(parameter)
@@ -153,7 +168,10 @@ def outline(worker: Any, role: str, unit: str) -> Outline:
     """Describe a rank's state."""
     found = held(worker, role, unit)
     dtypes = {key: tensor.dtype for key, tensor in found.tensors.items()}
-    return Outline(found.boxes, found.shapes, found.cuts, dtypes, found.counters, found.extras)
+    return Outline(
+        found.boxes, found.shapes, found.cuts, found.num_layers, dtypes, found.counters,
+        found.extras,
+    )  # fmt: skip
 
 
 def begin(worker: Any, unit: str, role: str, boxes: Mapping[str, Box], source: Outline) -> None:
@@ -166,10 +184,11 @@ def begin(worker: Any, unit: str, role: str, boxes: Mapping[str, Box], source: O
     staged(worker)[unit] = Held(
         role,
         dict(boxes),
-        dict(source.shapes),
+        {name: source.shapes[name] for name in boxes},
         tensors,
-        dict(source.cuts),
-        dict(source.counters),
+        {name: source.cuts[name] for name in boxes},
+        source.num_layers,
+        {name: step for name, step in source.counters.items() if name in boxes},
         dict(source.extras),
     )
 

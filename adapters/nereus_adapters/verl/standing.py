@@ -51,26 +51,30 @@ class Ranks:
 
     def layout(self, role: str) -> Layout | None:
         """How ranks share one copy of a role's state; None where there is no such engine."""
-        for engine in self.facts[0].engines:
-            if engine.role == role:
-                return engine.layout
-        return None
+        engine = self.facts[0].engine(role)
+        return None if engine is None else engine.layout
 
 
 def train_units(ranks: Ranks) -> Iterator[Unit]:
     """Yield the units of every engine, in order of rank.
 
-    Source of the order: megatron.core.parallel_state, "tp-cp-ep-dp-pp"; one stage with FSDP.
+    Ranks of a unit of Nereus's own engine are consecutive; source of Megatron's order:
+    megatron.core.parallel_state, "tp-cp-ep-dp-pp".
     """
     for role, stage in ROLES.items():
         layout = ranks.layout(role)
         if layout is None:
             continue
-        per_stage = len(ranks.devices) // layout.pp
-        for index in range(len(ranks.devices) // layout.num_devices):
-            # Ranks run over tp first, then over units, then over pipeline stages.
+        num_units = len(ranks.devices) // layout.num_devices
+        # Ranks run over tp first, then over stages, or over units.
+        engine = ranks.facts[0].engine(role)
+        own = engine is not None and engine.tensor_parallel
+        next_unit, next_stage = (
+            (layout.num_devices, layout.tp) if own else (layout.tp, layout.tp * num_units)
+        )
+        for index in range(num_units):
             group = tuple(
-                ranks.devices[stage_of * per_stage + index * layout.tp + tp_rank]
+                ranks.devices[stage_of * next_stage + index * next_unit + tp_rank]
                 for stage_of in range(layout.pp)
                 for tp_rank in range(layout.tp)
             )

@@ -74,10 +74,15 @@ def test_seats_live_and_die_with_the_nodes_of_the_cluster(nodes, pool, until):
     assert pool.node_id(OTHER) != lost
 
 
-def test_what_cannot_be_is_named_and_nothing_is_left(nodes):
+def test_what_cannot_be_is_named_and_nothing_is_left(nodes, monkeypatch):
     nodes.add(num_cpus=1)
     with pytest.raises(ConfigError, match=r"backend\.address: '127\.0\.0\.1:1'"):
         RayPool("cpu", {"node0": 1}, address="127.0.0.1:1")
+    # The cluster that the environment names is the one that is meant: no other is started.
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"backend\.address: '127\.0\.0\.1:1'"):
+        RayPool("cpu", {"node0": 1})
+    monkeypatch.delenv("RAY_ADDRESS")
     with pytest.raises(DevicesMissing, match="needs 3 Ray CPU devices, this machine has 1"):
         RayPool("cpu", {"node0": 3}, address=nodes.address)
     pool = RayPool("cpu", {"node0": 1}, address=nodes.address)

@@ -1,5 +1,6 @@
 """Plans in verl's own words: overrides that verl's configuration takes, for FSDP and Megatron."""
 
+import shlex
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from verl.workers.config import McoreEngineConfig
 
 from nereus_adapters.verl.megatron import engine_config, uneven
 from nereus_adapters.verl.overrides import Engine, overrides
+from nereus_adapters.verl.settings import VerlSettings
 from nereus_core.cluster import Device
 from nereus_core.layout import Layout
 from nereus_core.plan import Placement, Plan
@@ -70,6 +72,21 @@ def test_pools_are_spelled_where_they_change():
     lopsided = (*DEVICES[:3], Device("node1", 0))
     with pytest.raises(ValueError, match="nodes of 1, 3 devices"):
         overrides(current, plan((1, 1), (4, 1), (4, 1), (4, 1), lopsided), FSDP, follows=False)
+
+
+@pytest.mark.parametrize("told", ["1", "{actor:4}"])
+def test_stages_of_nereus_own_engine_are_spelled_by_role(told):
+    """Whatever the command line said of them before."""
+    current, wanted = plan((1, 1), (1, 1), (1, 1), (1, 1)), plan((1, 1), (2, 2), (1, 2), (2, 1))
+    words = overrides(current, wanted, FSDP, follows=False, own=True)
+    assert "actor_rollout_ref.actor.fsdp_config.fsdp_size=4" in words
+    (stages,) = (word for word in words if "pipeline_stages" in word)
+    (unquoted,) = shlex.split(stages)
+    found = composed("ppo_trainer", f"+nereus.backend.pipeline_stages={told}", unquoted)
+    settings = VerlSettings.of({"engine": "tp", **found.nereus.backend})
+    asked = {"actor": wanted[ACTOR_TRAIN], "ref": wanted[REF_INFER], "critic": wanted[CRITIC_TRAIN]}
+    assert settings.stages_at_start == {r: p.layout.pp for r, p in asked.items()}
+    assert not any("nereus" in word for word in overrides(current, wanted, FSDP, follows=False))
 
 
 def test_megatron_words_are_taken_by_verls_own_command_line():

@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from nereus_adapters.verl.bundles import Bundle, runs
-from nereus_adapters.verl.cuts import ROWS
+from nereus_adapters.verl.cuts import ROWS, Cut, rank_boxes
 from nereus_adapters.verl.driven import consumed
 from nereus_adapters.verl.facts import EngineFacts, WorkerFacts
 from nereus_adapters.verl.harness import VerlHarness
 from nereus_adapters.verl.meshes import forget_meshes
-from nereus_adapters.verl.moving import shard_boxes
 from nereus_adapters.verl.peaks import device_peaks
 from nereus_adapters.verl.reading import device_spec
 from nereus_adapters.verl.recorder import Recorder
@@ -28,9 +27,10 @@ from nereus_adapters.verl.settings import VerlSettings
 from nereus_adapters.verl.shards import digest, of_engine
 from nereus_adapters.verl.standing import Ranks, rank_order, train_units
 from nereus_adapters.verl.ulysses import Ulysses, budgets, passes_of, shared_out
+from nereus_adapters.verl.waiting import until
 from nereus_core.cluster import Device
 from nereus_core.device_specs import CPU_SEAT, H100_SXM
-from nereus_core.errors import ConfigError, PlanError, PrimitiveError
+from nereus_core.errors import ConfigError, PlanError, PrimitiveError, WaitTimeout
 from nereus_core.layout import Layout
 from nereus_core.state import Box
 from nereus_core.units import Unit, UnitId, UnitMap
@@ -69,11 +69,43 @@ def test_megatron_ranks_run_over_tp_then_units_then_stages():
     assert places == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+def test_ranks_of_nereus_own_engine_run_over_tp_then_stages_then_units():
+    ranks = Ranks(DEVICES, (None,) * 8, (facts(engine("actor", 2, 2, tensor_parallel=True)),) * 8)
+    places = [[d.index for d in unit.devices] for unit in train_units(ranks)]
+    assert places == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@settings(deadline=None)
+@given(num_layers=st.integers(1, 9), data=st.data())
+def test_every_element_lies_in_one_stage_on_one_rank_of_it_or_on_all(num_layers, data):
+    pp, tp = data.draw(st.integers(1, num_layers)), data.draw(st.integers(1, 3))
+    cuts = {
+        f"{layer}.{dim}": Cut(dim, uneven=dim == 0, layer=layer)
+        for layer in range(num_layers)
+        for dim in (0, 1, None)
+    }
+    shape = data.draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
+    found = rank_boxes(dict.fromkeys(cuts, shape), cuts, num_layers, Layout(tp, pp))
+    assert len(found) == tp * pp
+    for name in cuts:
+        holders = [index for index, boxes in enumerate(found) if name in boxes]
+        assert holders == [holders[0] // tp * tp + rank for rank in range(tp)]  # of one stage
+        boxes = [found[index][name] for index in holders]
+        copies = 1 if any(box.shape != shape for box in boxes) else tp
+        assert sum(box.num_elements for box in boxes) == copies * shape[0] * shape[1]
+    stages = [
+        next(i for i, boxes in enumerate(found) if f"{n}.0" in boxes) // tp
+        for n in range(num_layers)
+    ]
+    assert stages == sorted(stages)
+    assert set(stages) == set(range(pp))
+
+
 @settings(deadline=None)
 @given(rows=st.integers(1, 17), ranks=st.integers(1, 8))
 def test_boxes_are_cut_as_torch_cuts(rows, ranks):
-    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    boxes = [found["w"] for found in shard_boxes({"w": (rows, 3)}, unit, {"w": ROWS})]
+    found = rank_boxes({"w": (rows, 3)}, {"w": ROWS}, 1, Layout(ranks, 1))
+    boxes = [boxes["w"] for boxes in found]
     chunks = torch.arange(rows * 3).reshape(rows, 3).chunk(ranks)
     assert [box.shape[0] for box in boxes if box.num_elements] == [len(c) for c in chunks]
     assert [box.offset[0] for box in boxes[: len(chunks)]] == [int(c[0, 0]) // 3 for c in chunks]
@@ -305,8 +337,7 @@ def test_a_part_that_is_in_no_file_is_named():
 
 
 def piece_of(whole, ranks, rank):
-    unit = Unit(UnitId(ACTOR_TRAIN, 0), Layout(ranks, 1), DEVICES[:ranks])
-    box = shard_boxes({"w": tuple(whole.shape)}, unit, {"w": ROWS})[rank]["w"]
+    box = rank_boxes({"w": tuple(whole.shape)}, {"w": ROWS}, 1, Layout(ranks, 1))[rank]["w"]
     return Piece(box, whole[box.within(Box((0, 0), tuple(whole.shape)))])
 
 
@@ -356,6 +387,12 @@ def test_a_replicas_weights_count_only_while_they_are_on_the_device(resident, we
     assert found == dict.fromkeys(DEVICES[:2], 7000 + weights)
 
 
+def test_a_peak_of_the_last_stage_alone_says_nothing_of_the_first():
+    job = SimpleNamespace(precision=FLOAT32, model=lambda _: SimpleNamespace(num_params=1000))
+    staged = Unit(UnitId(ACTOR_TRAIN, 0), Layout(1, 2), DEVICES[:2])
+    assert device_peaks({"actor": 7000}, UnitMap([staged]), job, resident=False) == {}
+
+
 def test_an_optimizer_without_steps_is_refused_by_name():
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -382,8 +419,23 @@ def test_samples_are_those_of_the_batch_that_was_trained_on():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stand": "nowhere", "pool": "ray"}, {"stands": "nowhere"}]
+    "options",
+    [
+        {},
+        {"stand": "nowhere", "pool": "ray"},
+        {"stands": "nowhere"},
+        {"trainer": "colocate_async"},
+        {"stand": "nowhere", "trainer": "separate_async"},
+    ],
 )
 def test_options_that_the_harness_does_not_know_are_refused(options):
-    with pytest.raises(ConfigError, match="expected stand=MODULE alone"):
+    with pytest.raises(ConfigError, match="expected stand=MODULE"):
         VerlHarness.of(options)
+
+
+def test_a_wait_ends_with_its_condition_or_names_it():
+    looks = iter([0, 0, 3])
+    until(lambda: next(looks), "a third look", 30.0)
+    assert list(looks) == []
+    with pytest.raises(WaitTimeout, match="what never comes"):
+        until(lambda: False, "what never comes", 0.0)

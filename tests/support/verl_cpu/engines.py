@@ -29,12 +29,18 @@ class Case:
     """Folder of the model."""
     degree: int = 1
     """Ranks that hold one copy."""
+    stages: int = 1
+    """Of a pipeline, among which they hold it."""
     vendor: str | None = "nereus"
     """None for verl's own engine."""
     kind: str = "language_model"
     dtype: str = "fp32"
     packed: bool = False
     """Whether sequences are, without padding."""
+    dynamic: bool = False
+    """Whether micro-batches are cut by tokens."""
+    poisoned: bool = False
+    """Whether a gradient of rank 0 is infinite in a third step."""
     saves: str = ""
     """Folder of the checkpoint after two steps."""
     reads: str = ""
@@ -102,27 +108,62 @@ def outcome(case: Case) -> dict:
         from nereus_adapters.verl.resuming import fill_engine
 
         fill_engine(engine, "actor", Path(case.reads), torch.distributed.get_world_size())
-        return {"outputs": inferred(engine, case)}
+        return {"outputs": inferred(engine, case), "moments": moments_of(engine)}
     found = {"outputs": inferred(engine, case), "losses": [], "grad_norms": []}
     for step in range(STEPS):
         with engine.train_mode():
             trained = engine.train_batch(batch(engine, case, step), loss_function=loss_of(case))
-        found["losses"].append(summed(engine, sum(trained["loss"])))
-        found["grad_norms"].append(trained["metrics"].get("grad_norm"))  # rank 0 of a unit has it
+        told = gathered((sum(trained["loss"]), trained["metrics"].get("grad_norm")))
+        sources = gathered(engine.is_mp_src_rank_with_outputs())
+        told = [values for values, is_source in zip(told, sources, strict=True) if is_source]
+        assert len(told) == engine.get_data_parallel_size()
+        found["losses"].append(sum(loss for loss, _ in told) / len(told))
+        (norm,) = {norm for _, norm in told}
+        found["grad_norms"].append(norm)
         engine.lr_scheduler_step()
     found["after"] = inferred(engine, case)
     found["weights"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-    found["moments"] = {
-        name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
-        for name, parameter in engine.module.named_parameters()
-    }
+    found["moments"] = moments_of(engine)
+    if case.poisoned:
+        found["poisoned"] = gathered(poisoned(engine, case))
     if case.saves:
         engine.save_checkpoint(case.saves, global_step=STEPS)
     found["facts"] = dict(cut_elements(engine))
     local = [p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters()]
-    found["elements"] = sum(tensor.numel() for tensor in local)
+    found["elements"] = gathered(sum(tensor.numel() for tensor in local))
     assert all(torch.isfinite(tensor).all() for tensor in found["weights"].values())
     return found
+
+
+def poisoned(engine, case):
+    """Step with an infinite gradient on rank 0; returns its norm, and if all is as it was."""
+    import torch
+
+    def state():
+        held = engine.optimizer.state
+        named = engine.module.named_parameters()
+        return {n: (whole(p).clone(), whole(held[p]["exp_avg"]).clone()) for n, p in named}
+
+    before = state()
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch(engine, case), loss_of(case))
+        if engine.rank == 0:
+            gradient = next(engine.module.parameters()).grad
+            getattr(gradient, "to_local", lambda: gradient)().view(-1)[0] = torch.inf
+        norm = engine.optimizer_step()
+    after = state()
+    same = all(torch.equal(a, b) for n in before for a, b in zip(before[n], after[n], strict=True))
+    return norm, same
+
+
+def moments_of(engine):
+    """Return second moments by name, of all stages."""
+    mine = {
+        name: whole(engine.optimizer.state[parameter]["exp_avg_sq"])
+        for name, parameter in engine.module.named_parameters()
+    }
+    return {name: tensor for stage in gathered(mine) for name, tensor in stage.items()}
 
 
 def whole(tensor):
@@ -148,16 +189,19 @@ def built(case: Case):
         override_config={"attn_implementation": "varlen_cpu" if case.packed else "sdpa"},
     )
     precision = {"param_dtype": case.dtype, "reduce_dtype": "fp32"}
+    config = FSDPEngineConfig(
+        strategy="fsdp2",
+        fsdp_size=case.degree,
+        mixed_precision=precision,
+        use_torch_compile=False,
+    )
+    role = "critic" if case.kind == "value_model" else "actor"
+    os.environ["NEREUS_PIPELINE_STAGES"] = json.dumps({role: case.stages})
     engine = EngineRegistry.new(
         model_type=case.kind,
         backend="fsdp2",
         model_config=model,
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            fsdp_size=case.degree,
-            mixed_precision=precision,
-            use_torch_compile=False,
-        ),
+        engine_config=config,
         optimizer_config=FSDPOptimizerConfig(
             lr=RATE, total_training_steps=10, clip_grad=1e-3, weight_decay=0.01
         ),
@@ -189,7 +233,8 @@ def batch(engine, case, step=0):
             "loss_mask": nested([torch.ones(len(row)) for row in mine]),
         },
         {
-            "use_dynamic_bsz": False,
+            "use_dynamic_bsz": case.dynamic,
+            "max_token_len_per_gpu": 24,
             "micro_batch_size_per_gpu": 2,
             "use_remove_padding": case.packed,
             "use_fused_kernels": False,
@@ -216,26 +261,26 @@ def loss_of(case: Case):
 def inferred(engine, case):
     """Return outputs of the batch of step 0 in the order of prompts."""
     import torch
-    import torch.distributed as dist
 
     with engine.eval_mode():
         found = engine.infer_batch(batch(engine, case))["model_output"]
-    key = "values" if "values" in found else "log_probs"
-    mine = found[key].values().detach().tolist()
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (engine.get_data_parallel_rank(), mine))
+    key = "values" if case.kind == "value_model" else "log_probs"
+    mine = found[key].values().detach().tolist() if found else None  # of the last stage
+    assert found or not engine.is_mp_src_rank_with_outputs()
+    rows = gathered((engine.get_data_parallel_rank(), mine))
+    rows = [(rank, values) for rank, values in rows if values is not None]
     by_rank = dict(rows)
     assert all(by_rank[rank] == values for rank, values in rows), "ranks of a unit disagree"
     return torch.tensor([value for rank in sorted(by_rank) for value in by_rank[rank]])
 
 
-def summed(engine, loss):
-    import torch
+def gathered(mine):
+    """Return what every rank has, by rank."""
     import torch.distributed as dist
 
-    total = torch.tensor(float(loss), dtype=torch.float64)
-    dist.all_reduce(total, group=engine.get_data_parallel_group())
-    return total.item() / engine.get_data_parallel_size()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 if __name__ == "__main__":

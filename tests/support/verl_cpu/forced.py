@@ -34,7 +34,7 @@ SETTLE_S = 30
 
 
 def sha256(worker):
-    """Digest every whole tensor of every engine; runs on all ranks at once, rank 0 answers."""
+    """Digest every whole tensor of this rank's engines; runs on all ranks at once."""
     found = {}
     for role, trainer in training_workers(worker):
         engine = trainer.engine
@@ -52,12 +52,16 @@ def sha256(worker):
 
 
 def digests(trainer):
-    """Return rank 0's, and whether every rank has the same: each unit holds a copy of its own."""
+    """Return those of all tensors, and whether all ranks that have one have the same.
+
+    Each unit holds a copy of its own, and each of its pipeline stages a part.
+    """
     workers = trainer.actor_rollout_wg.workers
     numbered = {Device("rank", i): worker for i, worker in enumerate(workers)}
     answers = call_all(numbered, sha256, awaited="digests", timeout_s=DIGESTS_S)
-    first = answers[Device("rank", 0)]
-    return first, all(answer == first for answer in answers.values())
+    whole = {name: one for answer in answers.values() for name, one in answer.items()}
+    alike = all(answer.items() <= whole.items() for answer in answers.values())
+    return whole, alike
 
 
 def local_world(worker):

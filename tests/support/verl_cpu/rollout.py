@@ -11,6 +11,7 @@ the first step, at 16 in the second, and at the last of them from there on.
 import asyncio
 import hashlib
 import os
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,6 +50,9 @@ class HFServer:
         ).eval()
         self.thread = ThreadPoolExecutor(1)
         self.queue, self.running = [], False
+        # For a test that holds responses where they are; those that are computed right now.
+        self.going, self.begun = threading.Event(), 0
+        self.going.set()
         # Detached: it outlives the server that happened to start it.
         self.turns = (
             ray.remote(Turns)
@@ -148,10 +152,13 @@ class HFServer:
                     tokens[i].append(token)
                     log_probs[i].append(float(logp[i, token]))
                     done[i] = token == self.eos or len(tokens[i]) >= limits[i]
+            self.begun = len(batch)
+            self.going.wait()
             if all(done):
                 break
             inputs, position = picked[:, None], position[:, -1:] + 1
             mask = torch.cat([mask, torch.ones(len(batch), 1, dtype=mask.dtype)], dim=1)
+        self.begun = 0
         reasons = ["completed" if end else "aborted" for end in done]
         return list(zip(tokens, log_probs, reasons, strict=True))
 

@@ -6,12 +6,12 @@ Importing it sets the environment that verl reads as it is imported.
 import os
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import ray
 
-from verl_cpu.asked import forget, version, weights
+from verl_cpu.asked import begun, forget, hold, release, turns_away, version, weights
 from verl_cpu.assets import make_assets
 from verl_cpu.command import environment, overrides
 from verl_cpu.stem import warm
@@ -63,6 +63,17 @@ class Stand:
     def version(self, server):
         return int(ray.get(server.__ray_call__.remote(version), timeout=GONE_S) or 0)
 
+    @contextmanager
+    def hold(self, servers):
+        def all_of(function):
+            return ray.get([s.__ray_call__.remote(function) for s in servers], timeout=GONE_S)
+
+        all_of(hold)
+        try:
+            yield lambda: sum(all_of(begun))
+        finally:
+            all_of(release)
+
     def again(self):
         with suppress(ValueError):  # no server yet
             turns = ray.get_actor("hf_cpu_turns", namespace="verl_cpu")
@@ -71,16 +82,22 @@ class Stand:
     def ended(self):
         with suppress(ValueError):
             ray.kill(ray.get_actor("hf_cpu_turns", namespace="verl_cpu"))
+        for name, namespace in _servers():
+            with suppress(ValueError, ray.exceptions.RayActorError):  # on its way out
+                server = ray.get_actor(name, namespace=namespace)
+                # One that left an asynchronous job, and would go on with this for a minute.
+                if ray.get(server.__ray_call__.remote(turns_away), timeout=GONE_S):
+                    ray.kill(server)
         deadline = time.monotonic() + GONE_S
-        while names := _names():
+        while servers := _servers():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {GONE_S} s for {names} to be gone")
+                raise TimeoutError(f"waited {GONE_S} s for {servers} to be gone")
             time.sleep(0.02)
 
     def close(self):
         self._open.close()
 
 
-def _names():
+def _servers():
     found = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in found if actor["name"].startswith(_PREFIX)]
+    return [(a["name"], a["namespace"]) for a in found if a["name"].startswith(_PREFIX)]
